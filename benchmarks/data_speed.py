@@ -112,7 +112,7 @@ def loader_rate(packing: str, masked: bool, processes: int = 0) -> tuple[float, 
         for _ in ahead:
             pass
         tokens = (steps - 1) * config.tokens_per_step
-        return tokens / (time.perf_counter() - start), ahead.stage_tokens_per_second
+        return tokens / (time.perf_counter() - start), ahead.facts()["stage_tokens_per_second"]
 
 
 def demo(folder: Path, steps: int, mock: bool) -> tuple[float, float, float]:

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    engines, sampling = {}, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_end=True)
+    engines, sampling = {}, SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
     for weights in ("fp32", "bf16", "int8", "int4"):
         torch.manual_seed(0)
         config = ServeConfig(batch=1, weights=weights, threads=options.threads, blocks=40)
@@ -41,7 +41,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, engine in engines.items():
             began = time.perf_counter()
-            count = len(engine.continued([1], sampling))
+            count = len(engine.generate_beyond_context([1], sampling))
             seconds[name].append((time.perf_counter() - began) / count)
         began = time.perf_counter()
         memory.sum()

@@ -22,7 +22,6 @@ from scipy.optimize import least_squares
 
 from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
-from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.system import system_of, under_pressure
 from ironlaw.plan.cluster.timeline import assemble
@@ -89,7 +88,6 @@ class Block:
 
     candidates: Candidates
     costs: StepCosts
-    layers: StageLayers
     measured: np.ndarray
     weight: np.ndarray
     groups: np.ndarray
@@ -105,12 +103,10 @@ def blocks(runs: list[Run], kind: str) -> list[Block]:
     for where, index in systems_of(chosen):
         part = [chosen[i] for i in index]
         candidates = candidates_of_jobs([r.job for r in part])
-        layers = stage_layers(candidates, where.engine.partition)
         result.append(
             Block(
                 candidates,
-                step_costs(candidates, where, layers),
-                layers,
+                step_costs(candidates, where),
                 np.array([value(r, kind) for r in part]),
                 np.array([sizes[r.group] ** -0.25 for r in part]),
                 np.array([r.group for r in part]),
@@ -148,8 +144,8 @@ def put(engine: TrainingEngine, values: dict[str, float]) -> TrainingEngine:
 def predicted(block: Block, engine: TrainingEngine, kind: str) -> np.ndarray:
     engine = engine.on(block.generation)
     if kind == "time":
-        return assemble(block.costs, block.candidates, engine, block.layers).step_seconds
-    return reported_bytes(block.candidates, engine, block.layers)
+        return assemble(block.costs, block.candidates, engine).step_seconds
+    return reported_bytes(block.candidates, engine)
 
 
 def fit(engine: TrainingEngine, data: list[Block], names: list[str], kind: str) -> TrainingEngine:
@@ -306,12 +302,11 @@ def log_errors(runs: list[Run], engine: TrainingEngine, kind: str) -> list[tuple
         part = [runs[i] for i in index]
         where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
         candidates = candidates_of_jobs([r.job for r in part])
-        layers = stage_layers(candidates, engine.partition)
         if kind == "time":
-            seconds = assemble(step_costs(candidates, where, layers), candidates, where.engine, layers).step_seconds
-            planned = under_pressure(seconds, peak_memory(candidates, where.engine, layers).total, where)
+            seconds = assemble(step_costs(candidates, where), candidates, where.engine).step_seconds
+            planned = under_pressure(seconds, peak_memory(candidates, where.engine).total, where)
         else:
-            planned = reported_bytes(candidates, where.engine, layers)
+            planned = reported_bytes(candidates, where.engine)
         measured = np.array([value(r, kind) for r in part])
         result += [(r, float(e)) for r, e in zip(part, np.log(measured / planned), strict=True)]
     return result

@@ -243,10 +243,10 @@ def serve_part(dry: bool) -> Iterator[Row]:
             model = Transformer(config).eval()  # preparing changes it
         settings = ServeConfig(batch=64, context=prompt + answer + 1, weights=weights, token_budget=2048)
         engine = Engine(prepare(model, settings, "model"), settings)
-        engine.generate([[1] * prompt], SamplingParams(max_tokens=2, temperature=0, ignore_end=True))
+        engine.generate([[1] * prompt], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
         for at_once in (1, 16, 64)[: 1 if dry else 3]:
             prompts = torch.randint(config.vocab, (at_once, prompt)).tolist()
-            requests = [Request(p, SamplingParams(max_tokens=answer, temperature=0, ignore_end=True)) for p in prompts]
+            requests = [Request(p, SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)) for p in prompts]
             began = time.perf_counter()
             for request in requests:
                 request.arrived = time.monotonic()

@@ -72,7 +72,7 @@ def ironlaw(folder: Path, form: str, threads: int) -> Generate:
 
     config = ServeConfig(device="cpu", weights=form, threads=threads, blocks=400, share_prefixes=False)
     engine = Engine(load_served(folder, config), config)
-    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
     return lambda prompts: sum(len(request.answer) for request in engine.generate(prompts, sampling))
 
 

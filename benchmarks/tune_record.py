@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no more runs after that")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    tuning.LEAST_STEPS = LEAST_STEPS
+    tuning.MIN_STEPS = LEAST_STEPS
     if options.out:
         options.out.write_text(report(json.loads(options.state.read_text())))
         return

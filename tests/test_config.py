@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from ironlaw.config import RunConfig, build_config, load_config
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
+from ironlaw.refusals import USED_WITH
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.toml"))
@@ -189,3 +190,40 @@ def test_layout_is_a_section_that_may_be_absent() -> None:
 def test_keys_that_nothing_reads_are_refused(tiny_config: Callable[..., RunConfig], table: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"\[{next(iter(table))}\] are for .* or leave them out"):
         tiny_config(**table)
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"schedule": {"step_every": 9}},
+         'schedule.step_every = 9 is not used: it belongs to schedule.kind = "step", and it is "cosine"'),
+        ({"optimizer": {"name": "sgd", "beta2": 0.9}}, "beta2 = 0.9 is not used: it belongs to optimizer.name"),
+        ({"communication": {"outer_lr": 0.5}}, "it belongs to communication.local_steps, which is not set"),
+        ({"layout": {"shard": 2}}, "layout.shard = 2 is not used: it belongs to layout.zero, which is not set"),
+    ],
+)  # fmt: skip
+def test_a_given_key_that_nothing_reads_is_named(
+    tiny_config: Callable[..., RunConfig], tables: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    config = tiny_config(**tables)
+    (line,) = config.unused_keys()
+    assert words in line and "\n" not in line
+    assert load_config(write(tmp_path, config.to_toml())).unused_keys() == [line]  # also lists all defaults
+
+
+def test_keys_that_are_read_are_not_named(tiny_config: Callable[..., RunConfig]) -> None:
+    assert tiny_config().unused_keys() == []
+    given = tiny_config(schedule={"kind": "step", "step_every": 9}, layout={"pp": 2, "schedule": "gpipe"})
+    assert given.unused_keys() == []
+
+
+def test_the_keys_of_a_choice_exist() -> None:
+    for choice, values, keys in USED_WITH:
+        section, *names = keys.replace(":", "").split()
+        for key in (choice, *(f"{section}.{name}" for name in names)):
+            table, _, name = key.partition(".")
+            annotation = RunConfig.model_fields[table].annotation
+            kind = next(one for one in (annotation, *get_args(annotation)) if hasattr(one, "model_fields"))
+            assert name in kind.model_fields, key
+            if key == choice and get_args(kind.model_fields[name].annotation):
+                assert set(values) <= set(get_args(kind.model_fields[name].annotation)), key

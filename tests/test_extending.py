@@ -111,7 +111,7 @@ ADDED = {
         facts = {"useless_biases": found}
         run = SimpleNamespace(run=SimpleNamespace(facts=facts), fact=facts.get, step=1.0)
         (rule,) = [rule for rule in CODE_RULES if rule.name == "useless_biases"]
-        assert found == ["0"] and rule.measure(run) >= rule.least
+        assert found == ["0"] and rule.measure(run) >= rule.minimum
     """,
 }
 COMMON = """

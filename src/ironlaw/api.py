@@ -283,7 +283,7 @@ def train(
     chosen = _config(config, settings)
     folder = as_path(out, "out") if out is not None else default_name(chosen.model.name)
     profile = this_machine(messages().print, progress)
-    live = LiveRun(recorder() if quiet else messages(), folder, None)
+    live = LiveRun(recorder() if quiet else messages(), folder)
     with live:
         outcome = run_training(
             chosen, folder, profile, resume=resume,

@@ -18,7 +18,7 @@ from ironlaw.data.config import DataConfig
 from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.files import at_home, read_toml
 from ironlaw.model.config import ModelConfig, with_overrides
-from ironlaw.refusals import refusals
+from ironlaw.refusals import refusals, unused_keys
 from ironlaw.schema import Section, refuse, section
 from ironlaw.workload.finetune import FinetuneConfig
 from ironlaw.workload.layout import Schedule
@@ -204,6 +204,10 @@ class RunConfig(Section):
     def _consistent(self) -> Self:
         refuse(refusals(self))
         return self
+
+    def unused_keys(self) -> list[str]:
+        """Return a line for each key that is given although nothing reads it with the other settings."""
+        return unused_keys(self)
 
     def in_layout(self, layout: LayoutConfig) -> RunConfig:
         """Return the config with another layout. Raises UserError if its settings exclude each other then."""

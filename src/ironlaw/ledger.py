@@ -132,22 +132,27 @@ UNNAMED = "other"
 gives it 0 seconds."""
 
 
+def _grouped(lines: Iterable[Line], key: Callable[[Line], Any]) -> dict[Any, list[Line]]:
+    groups: dict[Any, list[Line]] = {}
+    for line in lines:
+        groups.setdefault(key(line), []).append(line)
+    return groups
+
+
+def _total(lines: Iterable[Line], column: str) -> Any:
+    """Sum a column over the lines that have it; None if none has."""
+    known = [value for line in lines if (value := getattr(line, column)) is not None]
+    return sum(known) if known else None
+
+
 def merged(lines: Iterable[Line]) -> list[Line]:
     """Merge lines of the same key. Columns are summed over the lines that have them; the rest is the longest line's."""
-    alike: dict[Key, list[Line]] = {}
-    for line in lines:
-        alike.setdefault(line.key, []).append(line)
-
-    def total(column: str, among: list[Line]) -> Any:
-        known = [value for line in among if (value := getattr(line, column)) is not None]
-        return sum(known) if known else None
-
     return [
         replace(
-            max(reversed(among), key=lambda line: line.seconds or 0.0),
-            **{column: total(column, among) for column in ("count", "flops", "bytes_moved", "seconds")},
+            max(reversed(alike), key=lambda line: line.seconds or 0.0),
+            **{column: _total(alike, column) for column in ("count", "flops", "bytes_moved", "seconds")},
         )
-        for among in alike.values()
+        for alike in _grouped(lines, lambda line: line.key).values()
     ]
 
 
@@ -228,11 +233,10 @@ class Ledger:
         """Return the seconds of each phase: measured directly if available, else summed over the lines."""
         if self.phase_seconds:
             return dict(self.phase_seconds)
-        return {p: s for p, s in summed(self.lines, lambda line: line.phase, "seconds").items() if s is not None}
+        return {p: s for p, s in summed(self.lines, lambda line: line.phase).items() if s is not None}
 
     def seconds_by_kind(self) -> dict[Kind, float]:
-        sums = summed(self.lines, lambda line: line.kind, "seconds")
-        return {kind: seconds for kind, seconds in sums.items() if seconds is not None}
+        return {k: s for k, s in summed(self.lines, lambda line: line.kind).items() if s is not None}
 
     def flops(self) -> int:
         return sum(line.flops for line in self.lines if line.flops is not None)
@@ -301,15 +305,7 @@ def line_of(entry: dict[str, Any]) -> Line:
 
 def summed(lines: Iterable[Line], key: Callable[[Line], Any], column: str = "seconds") -> dict[Any, float | None]:
     """Sum one column by key. The sum is None if the column is None in all lines of the key."""
-    sums: dict[Any, float | None] = {}
-    for line in lines:
-        value = getattr(line, column)
-        known = sums.get(key(line))
-        if value is None:
-            sums.setdefault(key(line), None)
-        else:
-            sums[key(line)] = value if known is None else known + value
-    return sums
+    return {name: _total(alike, column) for name, alike in _grouped(lines, key).items()}
 
 
 def subtract(run: float | None, plan: float | None) -> float | None:

@@ -142,3 +142,56 @@ def _ranks(run: Run) -> int:
 def _rounds(run: Run) -> bool:
     """Whether the precision rounds the operands of matrix products to a narrow format, such as FP8."""
     return run.train.precision != "auto" and precision_recipe(run.train.precision) is not None
+
+
+_ADAM = ("adam", "adamw", "adam8bit", "galore", "muon", "paged_adamw", "paged_adam8bit")  # galore, muon: for the rest
+_DECAYING = ("cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd")
+USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("schedule.kind", ("step",), "schedule: step_every step_factor"),
+    ("schedule.kind", ("wsd",), "schedule: decay_fraction"),
+    ("schedule.kind", _DECAYING, "schedule: min_lr_fraction"),
+    ("schedule.lr_scaling", ("linear", "sqrt"), "schedule: reference_batch"),
+    ("optimizer.name", _ADAM, "optimizer: beta1"),
+    ("optimizer.name", ("rmsprop", *_ADAM), "optimizer: beta2 eps"),
+    ("optimizer.name", ("momentum", "muon"), "optimizer: momentum"),
+    ("optimizer.name", ("galore",), "optimizer: rank projection_steps projection_scale"),
+    ("finetune.method", ("lora", "qlora", "dora"), "optimizer: adapter_lr_scale"),
+    ("train.precision", ("fp16", "auto"), "scaler: initial growth growth_steps backoff"),
+    ("recompute.mode", ("every",), "recompute: every"),
+    ("recompute.mode", ("selective",), "recompute: keep"),
+    ("recompute.mode", ("budget",), "recompute: budget"),
+    ("objective.kind", ("distillation",), "objective: temperature weight hidden"),
+    ("objective.kind", ("dpo",), "objective: beta"),
+    ("communication.gradients", ("powersgd",), "communication: rank start_step"),
+    ("communication.local_steps", (), "communication: outer_lr outer_momentum"),
+    ("tracking.to", (), "tracking: every project name"),
+    ("layout.zero", (), "layout: shard"),
+    ("layout.tp", (), "layout: sp"),
+    ("layout.pp", (), "layout: schedule"),
+)
+"""A key, its values and the keys that are used only with one of them; without values, only if the first key is set."""
+
+
+def unused_keys(run: Run) -> list[str]:
+    """Return a line for each key that is given although nothing reads it with the other settings. A saved config also
+    lists the defaults, so that a key equal to its default does not count as given."""
+    found = []
+    for choice, values, keys in USED_WITH:
+        chosen, unset = _value(run, choice)
+        if chosen in values if values else chosen != unset:
+            continue
+        wanted = " or ".join(f'"{value}"' for value in values)
+        reason = f'{choice} = {wanted}, and it is "{chosen}"' if values else f"{choice}, which is not set"
+        section, *names = keys.replace(":", "").split()
+        for key in (f"{section}.{name}" for name in names):
+            given, default = _value(run, key)
+            if given != default:
+                found.append(f"{key} = {given!r} is not used: it belongs to {reason}")
+    return found
+
+
+def _value(run: Run, key: str) -> tuple[Any, Any]:
+    """Return a key's value and its default; None for both in a table that is left out."""
+    section, _, name = key.partition(".")
+    table = getattr(run, section)
+    return (None, None) if table is None else (getattr(table, name), type(table).model_fields[name].default)

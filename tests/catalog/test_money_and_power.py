@@ -45,15 +45,15 @@ def test_every_price_is_sourced_dated_and_of_a_known_accelerator() -> None:
             assert source(quote.usd.source).title
             assert re.fullmatch(r"20\d\d(-\d\d(-\d\d)?)?", quote.date)
             assert quote.provider
-        if it.rent_range:
-            assert 0.1 < it.rent_range[0] <= it.rent_range[1] < 30
+        assert all(0.1 < quote.usd.value < 30 for quote in it.rent)
 
 
 def test_h100_price() -> None:
     h100 = price(accelerator("h100-sxm-80gb"))
     assert h100 is not None and h100.purchase is not None
     assert h100.purchase.usd.value == 30_000
-    assert h100.rent_range is not None and h100.rent_range[0] < 3 < h100.rent_range[1]
+    rents = [quote.usd.value for quote in h100.rent]
+    assert min(rents) < 3 < max(rents)
 
 
 def test_an_unknown_price_is_none() -> None:

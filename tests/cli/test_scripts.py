@@ -12,6 +12,7 @@ import pytest
 
 from ironlaw import __version__
 from ironlaw.config import load_config
+from ironlaw.serve.engine import Engine
 
 Here = Callable[..., tuple[int, str, str]]
 FileOf = Callable[..., Path]
@@ -68,7 +69,9 @@ def test_plan_why(ironlaw_here: Here, tiny_file: FileOf) -> None:
     assert code == 0 and "calculated" in output and "measured" in output
 
 
-def test_train_explain_and_generate_json(ironlaw_here: Here, tiny_file: FileOf, tmp_path: Path) -> None:
+def test_train_explain_and_generate_json(
+    ironlaw_here: Here, tiny_file: FileOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_file(train={"steps": 20, "profile_steps": 2})
     code, output, messages = ironlaw_here("train", config, "--out", "run", "--json")
     assert code == 0, messages
@@ -96,8 +99,21 @@ def test_train_explain_and_generate_json(ironlaw_here: Here, tiny_file: FileOf, 
     made = document(output)
     assert made["prompt"] == "def " and isinstance(made["text"], str) and 0 < made["tokens"] <= 12
     assert ironlaw_here(*arguments)[1] == output
-    code, output, _ = ironlaw_here("generate", "run", "--prompt", "def ", "--tokens", "5")
+    code, output, _ = ironlaw_here("generate", "run", "--prompt", "def ", "--tokens", "90")
     assert code == 0 and output.startswith("def ")
+
+    step, steps = Engine.step, []  # text is written as it is made, and kept at Ctrl-C
+
+    def interrupt(engine: Engine) -> int:
+        steps.append(engine)
+        if len(steps) > 70:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupt)
+    code, written, messages = ironlaw_here("generate", "run", "--prompt", "def ", "--tokens", "90")
+    assert code == 130 and "70 tokens" in messages and "interrupted" in messages
+    assert written.endswith("\n") and len(written) > 50 and output.startswith(written[:-1])
 
 
 def test_train_and_explain_for_people(ironlaw_here: Here, tiny_file: FileOf) -> None:

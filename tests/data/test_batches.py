@@ -143,7 +143,7 @@ def test_prefetcher_gives_the_batches_in_order_and_resumes() -> None:
     assert saved == 6
     with Prefetcher(batches, start=saved, stop=10) as prefetcher:
         seen += [batch.inputs for batch in prefetcher]
-        assert prefetcher.step == 10 and prefetcher.batches_per_second is not None
+        assert prefetcher.step == 10 and prefetcher.tokens_per_second is not None
     for step, inputs in enumerate(seen):
         np.testing.assert_array_equal(inputs, batches.batch(step).inputs)
     assert len(seen) == 10
@@ -158,7 +158,7 @@ def test_prefetcher_measures_the_wait() -> None:
     with Prefetcher(windows_of(TOKENS, 8, 4, seed=0), stop=3, apply=slow) as prefetcher:
         assert list(prefetcher) == [4, 4, 4]
         assert 0.2 < prefetcher.wait_seconds < time.perf_counter() - began
-        assert prefetcher.batches_per_second is not None and 0 < prefetcher.batches_per_second < 5
+        assert prefetcher.tokens_per_second is not None and 0 < prefetcher.tokens_per_second < 5 * 4 * 8
 
 
 def test_prefetcher_hands_over_exceptions_after_the_good_batches() -> None:

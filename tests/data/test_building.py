@@ -145,7 +145,9 @@ def test_workers_change_nothing(whole: Dataset, corpus: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "remove"])
-def test_a_damaged_shard_alone_is_made_again(whole: Dataset, corpus: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_shard_and_those_after_it_are_made_again(
+    whole: Dataset, corpus: Path, tmp_path: Path, how: str
+) -> None:
     config = settings(corpus, tmp_path)
     dataset = prepare(config, VOCAB)
     assert dataset.folder is not None
@@ -158,11 +160,11 @@ def test_a_damaged_shard_alone_is_made_again(whole: Dataset, corpus: Path, tmp_p
     before = {file.name: file.stat().st_mtime_ns for file in dataset.folder.iterdir()}
     said: list[str] = []
     again = prepare(config, VOCAB, say=said.append)
-    assert len(said) == 1 and "train-00002.bin" in said[0] and "again" in said[0]
+    assert "train-00002.bin" in said[0] and "again" in said[0] and said[1:] == ["Going on behind 2 finished shards"]
     assert digests(again.folder) == digests(whole.folder)
     after = {file.name: file.stat().st_mtime_ns for file in dataset.folder.iterdir()}
     changed = {name for name in after if after[name] != before.get(name)}
-    assert all("-00002" in name for name in changed), changed
+    assert not any("-00000" in name or "-00001" in name for name in changed), changed
     assert prepare(config, VOCAB).reused
 
 
@@ -181,25 +183,6 @@ def test_a_shard_damaged_while_others_were_missing_is_made_again(whole: Dataset,
     again = prepare(config, VOCAB, say=said.append)
     assert said == ["Going on behind 1 finished shards"]
     assert digests(again.folder) == digests(whole.folder)
-
-
-def test_text_that_changed_behind_our_back_is_not_mixed_in(corpus: Path, tmp_path: Path) -> None:
-    """Same names, sizes and times, other text: the shard made again is not the one that was lost."""
-    own = tmp_path / "own"
-    own.mkdir()
-    for file in corpus.iterdir():
-        (own / file.name).write_bytes(file.read_bytes())
-        os.utime(own / file.name, ns=(1, 1))
-    config = settings(own, tmp_path / "cache")
-    folder = prepare(config, VOCAB).folder
-    assert folder is not None
-    for file in own.iterdir():
-        file.write_bytes(file.read_bytes().replace(b"value", b"eulav"))
-        os.utime(file, ns=(1, 1))
-    (folder / "train-00000.bin").unlink()
-    with pytest.raises(UserError, match="gives another one now") as caught:
-        prepare(config, VOCAB)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_disk_that_is_full_keeps_what_is_finished(whole: Dataset, corpus: Path, tmp_path: Path) -> None:

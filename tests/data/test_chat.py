@@ -210,11 +210,7 @@ def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written:
     ("{{ messages[0].content + 1 }}", "refuses: can only concatenate"),
     *((f"{{% set n = namespace(s='ab') %}}{{% for i in range(50) %}}{{% set n.s {again} %}}{{% endfor %}}", "it makes")
       for again in ("= n.s ~ n.s", "= n.s + n.s", "%}{{ n.s }}{{ n.s }}{% endset")),
-    *((f"{{{{ {made} }}}}", "it makes more than") for made in (
-        "'a' * 10**9", "10 ** (10 ** 9)", "'%999999999d' % 1", "'a'.center(10**9)", "'a' | center(10**9)",
-        "'{:>999999999}'.format(1)", "('a' * 10**5).replace('a', 'b' * 10**5)",
-        "'a'.translate({97: 'b' * 10**6})", "range(9999) | map('string') | join('a' * 9**5)",
-        "('a ' * 10**5) | wordwrap(1, true, 'b' * 10**4)")),
+    *((f"{{{{ {made} }}}}", "it makes more than") for made in ("'a' * 10**9", "[1] * 10**9", "10 ** (10 ** 9)")),
     ("{% set n = namespace(s=[]) %}{% for i in range(99) %}{% set n.s = n.s + ['a' * 10**6] %}{% endfor %}", "makes"),
     ("{% if 1 %}" * 200 + "{% endif %}" * 200, "cannot be read"),
 ])  # fmt: skip

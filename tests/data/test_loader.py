@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Pa
     with Prefetcher(source_of(kind, places_on_disk, loader_processes=2), start=3, stop=20) as ahead:
         for step in range(3, 20):
             same(next(ahead), expected.batch(step))
-        assert ahead.stage_tokens_per_second.keys() >= {"read", "pack"}
+        assert ahead.facts()["stage_tokens_per_second"].keys() >= {"read", "pack"}
         with pytest.raises(StopIteration):
             next(ahead)
 
@@ -140,7 +141,7 @@ def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Pa
 def test_a_loader_process_that_dies_is_one_line(places_on_disk: dict[str, Path]) -> None:
     batches: Any = source_of("concat", places_on_disk, loader_processes=1)
     batches.batch(0)
-    (process,) = batches._pool._pool._processes.values()
+    (process,) = multiprocessing.active_children()
     process.kill()
     with pytest.raises(UserError, match="loader_processes ended by itself") as caught:
         for step in range(1, 100):
@@ -275,7 +276,7 @@ def test_a_stream_resumes_from_its_notes_and_without_them(places_on_disk: dict[s
     assert len(notes) == 1 and len(notes[0].read_text().splitlines()) > 3
     quick: Any = source_of("stream", places_on_disk, **cache)
     same(quick.batch(50), expected[50])
-    with_notes = quick.seconds["read"] > 0 and quick._held[0][0].samples
+    with_notes = quick.seconds["read"] > 0 and quick._kept[0].start.samples
     assert with_notes, "it began in the middle"
     same(quick.batch(10), expected[10])  # and backwards
     with notes[0].open("a") as file:

@@ -38,7 +38,7 @@ def test_every_token_has_one_place_and_no_row_overflows(lengths: list[int], sequ
     used = [int(packed.lengths[a:b].sum()) for a, b in itertools.pairwise(packed.rows)]
     assert all(0 < n <= sequence for n in used)
     assert packed.documents_cut == sum(n > sequence for n in lengths)
-    assert packed.padded_fraction == pytest.approx(1 - sum(used) / (sequence * len(used)))
+    assert packed.report()["padded_fraction"] == pytest.approx(1 - sum(used) / (sequence * len(used)))
     whole = {(int(a), int(b - a)) for a, b in itertools.pairwise(bounds) if b - a <= sequence}
     assert whole <= set(zip(packed.starts.tolist(), packed.lengths.tolist(), strict=True))
 
@@ -62,7 +62,7 @@ def test_rows_are_those_of_best_fit_decreasing_by_hand(lengths: list[int], seque
 def test_text_like_lengths_leave_almost_no_room() -> None:
     lengths = 1 + np.random.default_rng(0).exponential(600, 20_000).astype(int)
     packed = best_fit(bounds_of(lengths.tolist()), 2048)
-    assert packed.padded_fraction < 0.001
+    assert packed.report()["padded_fraction"] < 0.001
     assert packed.documents_cut == int((lengths > 2048).sum())
     windows = concatenated(bounds_of(lengths.tolist()), 2048)
     assert windows["documents_cut_fraction"] > 5 * packed.documents_cut / packed.documents

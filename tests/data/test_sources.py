@@ -145,6 +145,24 @@ def test_a_column_of_categories_is_text(tmp_path: Path) -> None:
     assert [document.content for document in corpora.find(str(tmp_path)).documents()] == TEXTS
 
 
+@pytest.mark.parametrize("claims_text", [False, True])
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path, kind: str, claims_text: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import feather, parquet
+
+    column = pyarrow.array([b"good", "größer".encode(), b"\xff\xfe", b"good"], pyarrow.binary())
+    if claims_text:  # a writer that did not check
+        column = pyarrow.StringArray.from_buffers(len(column), *column.buffers()[1:])
+    write = parquet.write_table if kind == "parquet" else feather.write_feather
+    write(pyarrow.table({"body": column}), tmp_path / f"a.{kind}")
+    documents = corpora.find(SourceConfig(path=str(tmp_path), field="body")).documents()
+    assert [next(documents).content for _ in range(2)] == ["good", "größer"]
+    with pytest.raises(UserError, match=r'UTF-8.*column "body", row 3') as caught:
+        list(documents)
+    assert f"a.{kind}" in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -10,7 +10,7 @@ from synthetic import make_config, make_profile, make_run
 
 from ironlaw.config import RunConfig
 from ironlaw.explain.remedies import find_remedies, situation, with_settings
-from ironlaw.explain.remedy import LEAST_GAIN, Effect, Remedy
+from ironlaw.explain.remedy import MIN_GAIN, Effect, Remedy
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.train.parallel.planning import plan_on_accelerators
@@ -41,7 +41,7 @@ def test_every_promise_is_what_the_planner_says(machine: Any, model: Any, train:
         after = plan_run(with_settings(config, remedy.settings), profile).totals
         saved = before["total_seconds"].value - after["total_seconds"].value
         assert remedy.total_seconds_saved == pytest.approx(saved)
-        assert saved >= LEAST_GAIN * before["total_seconds"].value
+        assert saved >= MIN_GAIN * before["total_seconds"].value
         assert remedy.bytes_saved == pytest.approx(before["peak_bytes"].value - after["peak_bytes"].value)
         assert remedy.risk and remedy.apply.startswith("--set ")
 

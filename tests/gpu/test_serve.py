@@ -58,7 +58,7 @@ def test_a_batch_answers_as_each_request_alone(weights: str, settings: dict[str,
     served = prepare(Transformer(ModelConfig(**LLAMA)).eval(), config, "it")
     draws = random.Random(2)
     prompts = [[draws.randrange(512) for _ in range(1 + draws.randrange(60))] for _ in range(16)]
-    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_end=True)
+    greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     together = [r.answer for r in Engine(served, config).generate(prompts, greedy)]
     alone = [Engine(served, config).generate([prompt], greedy)[0].answer for prompt in prompts]
     same = sum(a == b for one, other in zip(together, alone, strict=True) for a, b in zip(one, other, strict=True))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.masks import additive, block_mask, dense_mask, flexible
-from ironlaw.model.scores import alibi_bias, alibi_slopes, attend, score_rule
+from ironlaw.model.masks import additive, alibi_bias, alibi_slopes, attend, block_mask, dense_mask, flexible, score_rule
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 4, "vocab": 50, "context": 24, "kv_heads": 2}
 MODELS = {

@@ -13,7 +13,7 @@ import torch
 from ironlaw.catalog.formats import number_format, number_formats
 from ironlaw.errors import UserError
 from ironlaw.numerics import quantize
-from ironlaw.numerics.hadamard import rotate, rotation
+from ironlaw.numerics.products import rotate, rotation
 from ironlaw.numerics.quantized import rounded
 
 BLOCKS = [name for name, known in number_formats().items() if known.block]

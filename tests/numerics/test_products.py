@@ -16,7 +16,7 @@ from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
 from ironlaw.train.precision import PRODUCTS, LibraryLinear, Product, _by_torchao, hand_over, mxfp8_product
 from ironlaw.workload.layout import parse_layout
 
@@ -135,7 +135,7 @@ def test_the_plan_counts_in_few_bits_what_the_trainer_computes_so(name: str, mon
     """FLOPs of a step by the precision of their products, in the last blocks and in layers of no whole tiles too."""
     tables = {"layers": 7, "hidden": 128, "heads": 2, "ffn": 192, "gated_ffn": True, "vocab": 64, "context": 16}
     config = ModelConfig.model_validate(tables)
-    asked = ClusterStep(config, parse_cluster("1xb200-sxm"), config.context, 4, name, "ironlaw")
+    asked = ClusterRequest(config, parse_cluster("1xb200-sxm"), config.context, 4, name, "ironlaw")
     planned: Counter[str] = Counter()
     for product in plan_cluster(asked, parse_layout("dp=1 micro_batch=2")).ledger.facts["products"]:
         planned[product["precision"]] += round(product["flops"] * product["share_of_layers"] * config.layers)

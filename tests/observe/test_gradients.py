@@ -12,10 +12,10 @@ from torch import nn
 
 import ironlaw
 from ironlaw.ledger import Ledger
-from ironlaw.observe.close_look import COUNTED, CloseLook, CountedCall, is_work
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
+from ironlaw.observe.operation_checks import CountedCall, OperationChecks
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
@@ -320,7 +320,7 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
     def fails(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr("ironlaw.observe.close_look.nearly_empty", fails)
+    monkeypatch.setattr("ironlaw.observe.close_look.is_nearly_empty", fails)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
@@ -451,7 +451,7 @@ def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str,
                 habits.backward_begins([])
         habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
-    assert (habits._apart() is not None) is apart
+    assert (habits._passes_apart() is not None) is apart
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -486,15 +486,15 @@ def test_what_is_looked_at_before_a_backward_pass_is_no_loop_of_its_line(tmp_pat
 @pytest.mark.parametrize(("index", "work"), [(torch.arange(4), True), (torch.arange(4) > 2, False)])
 def test_rows_by_number_are_work_and_masks_are_not(index: torch.Tensor, work: bool) -> None:
     rows = torch.randn(4, 2)
-    assert is_work(CountedCall("a.py:1", "index", False, [rows, index], [rows[index]], None)) is work
+    assert CountedCall("a.py:1", "index", False, [rows, index], [rows[index]]).is_main_work is work
 
 
 def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:
-    look, row, q = CloseLook(Partition(), nn.Linear(2, 2)), torch.zeros(4, 1, 1, 512), torch.randn(4, 2, 512, 64)
+    checks, row, q = OperationChecks(nn.Linear(2, 2)), torch.zeros(4, 1, 1, 512), torch.randn(4, 2, 512, 64)
     mask, out = row.repeat(1, 1, 512, 1), torch.randn(4, 2, 512, 64)
 
     def counts(name: str, operands: list[torch.Tensor], made: torch.Tensor) -> set[str] | None:
-        return COUNTED["broadcasts"](look, CountedCall("a.py:3", name, name != "mm", operands, [made], None))
+        return checks.broadcasts(CountedCall("a.py:3", name, name != "mm", operands, [made]))
 
     assert counts("repeat", [row], mask) == {"a.py:3"}
     made, negative = mask.exp(), -mask  # alive to the end: what takes their place is made by calls that nobody counts
@@ -517,7 +517,7 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
         use.backward_begins([loss])
         loss.backward()
         use.backward_ended()
-        use.taken(name, [[p.grad for p in model.parameters()]])
-    use.updates(optimizer)
+        use.operation_called(name, [[p.grad for p in model.parameters()]])
+    use.update_begins(optimizer)
     use.end()
     assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)

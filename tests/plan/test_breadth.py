@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.system import ADAMW, system_of, update_cost
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engines
@@ -31,7 +31,7 @@ def outcome(*layouts, cluster="8xh100-sxm-80gb", precision="bf16", optimizer="ad
 
 def ledger(layout, cluster="8xh100-sxm-80gb", **options):
     return plan_cluster(
-        ClusterStep(LLAMA, parse_cluster(cluster), sequence=4096, global_batch=64, **options), parse_layout(layout)
+        ClusterRequest(LLAMA, parse_cluster(cluster), sequence=4096, global_batch=64, **options), parse_layout(layout)
     ).ledger
 
 
@@ -129,12 +129,12 @@ def test_llama3_405b_as_it_was_trained(count, dp, published, monkeypatch):
     model = ModelConfig.named("llama3-405b")
     layout = parse_layout(f"dp={dp} tp=8 sp=1 pp=16 zero=2 virtual_stages=8")
     cluster = parse_cluster(f"{count}xh100-sxm-80gb")
-    plan = plan_cluster(ClusterStep(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), layout)
+    plan = plan_cluster(ClusterRequest(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), layout)
     work = (6 * model.parameters + 12 * model.layers * model.query_size * 8192) * 8192 * 2048
     assert work / plan.step_seconds / count == pytest.approx(published, rel=0.1)
     assert plan.fits == (dp == 128)  # on 8,192 the interleaved order holds 18 micro-batches
     plain = replace(layout, virtual_stages=1)
-    assert plan_cluster(ClusterStep(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), plain).fits
+    assert plan_cluster(ClusterRequest(model, cluster, sequence=8192, global_batch=2048, engine="theirs"), plain).fits
 
 
 def test_hybrid_sharding_divides_by_the_group_and_gathers_inside_it():

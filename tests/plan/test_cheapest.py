@@ -13,7 +13,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import hourly_rent
-from ironlaw.plan.cluster.estimate import ClusterStep
+from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Limits, Options, PlanOutcome, Prices
@@ -36,10 +36,10 @@ def planned(on: str, **limits: float) -> PlanOutcome:
 @lru_cache
 def rents(kind: str) -> dict[int, tuple[float, float]]:
     """Seconds and rent of the fastest layout on each number of accelerators in one node."""
-    found, rate = {}, hourly_rent(parse_cluster(kind), Prices())
+    found, rate = {}, hourly_rent(parse_cluster(kind).accelerator)
     assert rate is not None
     for count in (1, 2, 4, 8):
-        step = ClusterStep(ModelConfig.named("gpt2"), parse_cluster(f"{count}x{kind}"), 1024, 512)
+        step = ClusterRequest(ModelConfig.named("gpt2"), parse_cluster(f"{count}x{kind}"), 1024, 512)
         seconds = search(step, keep=1).best[0].step_seconds * math.ceil(10e9 / (1024 * 512))
         found[count] = seconds, seconds / 3600 * count * rate["usd_per_hour"]
     return found

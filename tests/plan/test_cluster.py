@@ -9,7 +9,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
 from ironlaw.workload.layout import parse_layout
 
 LLAMA = ModelConfig.named("llama3-8b")
@@ -17,7 +17,7 @@ LLAMA = ModelConfig.named("llama3-8b")
 
 def plan(layout="dp=8 zero=1", cluster="8xh100-sxm-80gb", **options):
     arguments = {"sequence": 8192, "global_batch": 64} | options
-    return plan_cluster(ClusterStep(LLAMA, parse_cluster(cluster), **arguments), parse_layout(layout)).ledger
+    return plan_cluster(ClusterRequest(LLAMA, parse_cluster(cluster), **arguments), parse_layout(layout)).ledger
 
 
 def test_lines_add_up_to_the_totals():
@@ -96,7 +96,7 @@ def test_listed_products_are_the_flops_of_all_blocks(name, layout):
     """3 x their FLOPs, over layers, micro-batches and ranks; experts of the busiest rank have more rows."""
     model, chosen = ModelConfig.named(name), parse_layout(layout)
     ledger = plan_cluster(
-        ClusterStep(model, parse_cluster("64xh100-sxm-80gb"), sequence=4096, global_batch=64), chosen
+        ClusterRequest(model, parse_cluster("64xh100-sxm-80gb"), sequence=4096, global_batch=64), chosen
     ).ledger
     products = {p["name"]: p for p in ledger.facts["products"]}
     assert {"qkv", "attention_out"} <= set(products)

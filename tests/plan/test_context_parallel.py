@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import possible_layouts
 from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import search
@@ -114,7 +114,7 @@ def test_what_cannot_run_is_said(layout, model, reason):
 def test_the_engine_decides_where_nobody_does_and_the_plan_says_which():
     def planned(name, model=LLAMA, layout="dp=4 cp=2"):
         return plan_cluster(
-            ClusterStep(model, parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8, engine=name),
+            ClusterRequest(model, parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8, engine=name),
             parse_layout(layout),
         ).ledger.facts
 
@@ -134,7 +134,7 @@ def test_the_search_tries_the_kinds_that_the_engine_has():
         for row in possible_layouts(LLAMA, 8, 8192, 8, {}, cp_kinds=engine("torchtitan").cp_kinds)
     }
     assert rows == {None, "ring", "all_gather"}
-    found = search(ClusterStep(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4), keep=5)
+    found = search(ClusterRequest(LLAMA, parse_cluster("32xh100-sxm-80gb"), sequence=LONG, global_batch=4), keep=5)
     assert found.best and all(c.layout.cp_kind for c in found.best)
 
 

@@ -14,7 +14,7 @@ from ironlaw.model.moe_config import MoEConfig
 from ironlaw.model.parameters import of_blocks
 from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
 from ironlaw.plan.cluster.collective_costs import rows_sent_per_token
-from ironlaw.plan.cluster.estimate import ClusterRequest, ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import EXPERT_CONSTRAINT
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
@@ -257,7 +257,7 @@ def test_brute_force_over_experts_and_hybrid_sharding_finds_nothing_better():
     candidates = candidates_of(SMALL, fitting, sequence=SEQUENCE, global_batch=32)
     plans = plan_candidates(candidates, system_of(cluster, engine("nemo"), "bf16"))
     seconds = np.where(plans.fits, plans.step_seconds, np.inf)
-    found = search(ClusterStep(SMALL, cluster, sequence=SEQUENCE, global_batch=32), keep=2000)
+    found = search(ClusterRequest(SMALL, cluster, sequence=SEQUENCE, global_batch=32), keep=2000)
     planned = {str(candidate.layout): candidate.step_seconds for candidate in found.best}
     assert found.best[0].step_seconds <= seconds.min() * (1 + 1e-12)
     inside = [i for i, layout in enumerate(fitting) if layout.shard not in (None, layout.dp) and layout.ep > 1]
@@ -272,7 +272,7 @@ def test_brute_force_over_experts_and_hybrid_sharding_finds_nothing_better():
 
 def test_the_search_tries_ep_and_says_what_it_ruled_out():
     found = search(
-        ClusterStep(MIXTRAL, parse_cluster("16xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=16), hybrid=False
+        ClusterRequest(MIXTRAL, parse_cluster("16xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=16), hybrid=False
     )
     assert found.best and any(candidate.layout.ep > 1 for candidate in found.best)
     assert found.ruled_out[EXPERT_CONSTRAINT] > 0
@@ -282,7 +282,7 @@ def test_the_search_tries_ep_and_says_what_it_ruled_out():
 def test_the_ledger_adds_up_with_its_exchange():
     layout = parse_layout("dp=64 zero=1 ep=8")
     ledger = plan_cluster(
-        ClusterStep(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=BATCH), layout
+        ClusterRequest(MIXTRAL, parse_cluster("64xh100-sxm-80gb"), sequence=SEQUENCE, global_batch=BATCH), layout
     ).ledger
     assert sum(line.seconds or 0 for line in ledger.lines) == pytest.approx(ledger.totals["step_seconds"].value)
     assert next(ledger.select(operation="ep all_to_all")).seconds > 0

@@ -14,7 +14,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import to_fields
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.collective_costs import spared_collectives
-from ironlaw.plan.cluster.estimate import ClusterRequest, ClusterStep, plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates
 from ironlaw.plan.cluster.memory import kept_activation_bytes, layer_activation_bytes
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
@@ -144,7 +144,7 @@ def test_the_published_training_of_deepseek_v3():
 
 def test_the_search_finds_a_layout():
     found = search(
-        ClusterStep(ModelConfig.named("deepseek-v2-lite"), parse_cluster("8xh200"), sequence=4096, global_batch=64)
+        ClusterRequest(ModelConfig.named("deepseek-v2-lite"), parse_cluster("8xh200"), sequence=4096, global_batch=64)
     )
     assert found.best and found.fitting < found.planned
     assert any("tp" in str(one.layout) for one in found.best)

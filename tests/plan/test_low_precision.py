@@ -10,7 +10,7 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.memory import layer_activation_bytes, peak_memory
 from ironlaw.plan.cluster.step_costs import operation_costs, step_costs
 from ironlaw.plan.cluster.system import system_of
@@ -102,7 +102,7 @@ def test_wide_precisions_and_unknown_software_are_as_before():
 
 def test_the_plan_says_what_it_holds():
     ledger = plan_cluster(
-        ClusterStep(
+        ClusterRequest(
             LLAMA,
             parse_cluster("8xh100-sxm-80gb"),
             sequence=TOKENS,
@@ -157,7 +157,7 @@ def test_four_bits_without_measured_kernels_are_planned_by_those_of_eight():
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "nvfp4"])
 def test_of_our_trainer_no_walk_falls_below_its_closed_form(precision):
     """By which a search rules layouts out; and nvfp4 leaves the last blocks in 16 bits."""
-    asked = ClusterStep(ModelConfig.named("llama3-1b"), parse_cluster("1xb200-sxm"), 4096, 4, precision, "ironlaw")
+    asked = ClusterRequest(ModelConfig.named("llama3-1b"), parse_cluster("1xb200-sxm"), 4096, 4, precision, "ironlaw")
     layout = parse_layout("dp=1")
     plan = plan_cluster(asked, layout)
     assert plan_candidates(asked.candidates([layout]), asked.system).peak.total[0] <= plan.peak_bytes
@@ -170,6 +170,6 @@ def test_of_our_trainer_no_walk_falls_below_its_closed_form(precision):
 
 @pytest.mark.parametrize(("model", "cluster"), [("llama3-8b", "8xb200-sxm"), ("mixtral-8x7b", "1xb200-sxm")])
 def test_what_our_trainer_does_not_train_in_few_bits_is_refused(model, cluster):
-    asked = ClusterStep(ModelConfig.named(model), parse_cluster(cluster), 4096, 64, "fp8", "ironlaw")
+    asked = ClusterRequest(ModelConfig.named(model), parse_cluster(cluster), 4096, 64, "fp8", "ironlaw")
     with pytest.raises(UserError, match="use precision bf16"):
         plan_cluster(asked, parse_layout(f"dp={asked.cluster.count} zero=3"))

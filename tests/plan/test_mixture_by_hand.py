@@ -16,7 +16,7 @@ from ironlaw.machine.efficiency.matmul import matmul_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import parse_layout
@@ -125,7 +125,9 @@ def test_gradients_and_state(planned):
 def test_flops_times_and_mfu_of_the_step():
     """6 x 12.75G active matrix elements x 1.05M tokens + 6 x 32 x 4096 x 4096 of attention each: 83.6 PFLOP, the routed
     experts' imbalance and nothing recomputed among them; lines add up to the step."""
-    ledger = plan_cluster(ClusterStep(MIXTRAL, CLUSTER, sequence=4096, global_batch=256, engine="nemo"), LAYOUT).ledger
+    ledger = plan_cluster(
+        ClusterRequest(MIXTRAL, CLUSTER, sequence=4096, global_batch=256, engine="nemo"), LAYOUT
+    ).ledger
     tokens = 256 * 4096
     matrices = 32 * (H * (H + 2 * 1024) + H * H + 2 * 3 * H * F + 8 * H) + WORDS * H
     assert matrices == pytest.approx(12.75e9, rel=1e-3)

@@ -12,7 +12,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, lacking, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import search
@@ -63,7 +63,7 @@ def test_a_cluster_plan_of_our_trainer_has_the_keys_of_its_run(name):
         }
         cluster = parse_cluster(f"{layout.accelerators}xh100-sxm-80gb")
         ledger = plan_cluster(
-            ClusterStep(model, cluster, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw"), layout
+            ClusterRequest(model, cluster, sequence=SEQUENCE, global_batch=BATCH, engine="ironlaw"), layout
         ).ledger
         planned = {
             (str(line.phase), str(line.kind), line.operation)
@@ -160,7 +160,7 @@ def test_one_plan_is_what_thousands_at_once_say_of_it(engine_name, seed):
 
 def test_what_our_trainer_cannot_run_is_not_planned_for_it():
     """Neither searched, recomputing or not, nor where it is asked for."""
-    asked = ClusterStep(ModelConfig.named("gpt2"), parse_cluster("4xh100-sxm-80gb"), 1024, 16, engine="ironlaw")
+    asked = ClusterRequest(ModelConfig.named("gpt2"), parse_cluster("4xh100-sxm-80gb"), 1024, 16, engine="ironlaw")
     found = search(asked, keep=10_000)
     assert found.best and not [one for one in found.best if not_trained_here(one.layout, asked.model)]
     assert any("ZeRO 3 nor recomputation" in reason for reason in found.ruled_out)
@@ -184,7 +184,7 @@ def test_no_walk_falls_below_its_closed_form(seed):
     while walked < 25:
         model = chance.choice([ModelConfig.named(chance.choice(MODELS)), some_model(chance)])
         count = chance.choice([2, 4, 8, 16, 64])
-        asked = ClusterStep(model, parse_cluster(f"{count}xh100-sxm-80gb"), SEQUENCE, BATCH, engine="ironlaw")
+        asked = ClusterRequest(model, parse_cluster(f"{count}xh100-sxm-80gb"), SEQUENCE, BATCH, engine="ironlaw")
         layout = layout_of(some_layouts(chance, model, count, 1)[0][0])
         if not_trained_here(layout, model) or lacking(ours, layout):
             continue
@@ -207,7 +207,7 @@ SMALL_SEARCHES = (
 def test_what_a_search_finds_is_what_walking_every_layout_finds(name, on, sequence, batch):
     """The first of its ranking: every layout that is planned to be faster is walked, and does not fit. What it says of
     a layout, the plan of that layout says."""
-    asked = ClusterStep(ModelConfig.named(name), parse_cluster(on), sequence, batch, engine="ironlaw")
+    asked = ClusterRequest(ModelConfig.named(name), parse_cluster(on), sequence, batch, engine="ironlaw")
     found = search(asked, keep=3)
     for one in [*found.best, *([found.safest] if found.safest else [])]:
         plan = plan_cluster(asked, one.layout)

@@ -9,17 +9,18 @@ from inspect import signature
 
 import pytest
 
-from ironlaw.catalog.accelerators import accelerator_names
+from ironlaw.catalog.accelerators import accelerator, accelerator_names
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.cli.plan import plan as command
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs
 from ironlaw.plan.cluster.layout_space import CAPABILITIES, lacking
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.request import plan_request, resolve
 from ironlaw.plan.request_types import Options
+from ironlaw.plan.requests.cluster import software_for
 from ironlaw.workload.layout import parse_layout
 
 
@@ -184,7 +185,8 @@ def test_a_sliding_window_saves_attention():
     layout, cluster = parse_layout("dp=8 zero=3"), parse_cluster("8xh100-sxm-80gb")
     windowed, full = (
         plan_cluster(
-            ClusterStep(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64), layout
+            ClusterRequest(model.model_copy(update={"sliding_window": w}), cluster, sequence=8192, global_batch=64),
+            layout,
         ).ledger
         for w in (4096, 8192)
     )
@@ -441,3 +443,8 @@ def test_adapters_are_planned_on_a_catalogued_accelerator() -> None:
     earlier = plan_request("llama-2-70b", on="2xrtx-4090", overrides=["finetune.method=qlora"], options=options)
     assert earlier.fits
     assert "dp 2, ZeRO 3" in str(shared.more["assumed"])
+
+
+def test_an_accelerator_without_runs_says_so():
+    (generic,) = software_for(Options(), accelerator("mi250x"))
+    assert generic.value == "generic" and generic.reason == "no runs on cdna2 are known"

@@ -14,7 +14,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates
 from ironlaw.plan.cluster.layout_space import lacked, possible_layouts, saving, savings
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import fabric_of, system_of
@@ -83,7 +83,7 @@ def test_more_memory_never_makes_the_best_layout_worse(name):
         memory = replace(cluster.accelerator.memory_bytes, value=size * 2.0**30)
         larger = replace(cluster, accelerator=replace(cluster.accelerator, memory_bytes=memory))
         found = search(
-            ClusterStep(ModelConfig.named(name), larger, sequence=4096, global_batch=64), keep=1, hybrid=False
+            ClusterRequest(ModelConfig.named(name), larger, sequence=4096, global_batch=64), keep=1, hybrid=False
         )
         seconds.append(found.best[0].step_seconds if found.best else np.inf)
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]

@@ -9,7 +9,7 @@ from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.cluster.estimate import ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
 from ironlaw.plan.cluster.layout_space import NO_SAVING, lacking, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import search
@@ -30,7 +30,7 @@ def brute_force(cluster, offload=False):
                 continue
             assert layout.reason_invalid(TINY, sequence=1024, global_batch=4, accelerators=4) is None
             plan = plan_cluster(
-                ClusterStep(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), layout
+                ClusterRequest(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), layout
             )
             count += 1
             if plan.fits:
@@ -46,7 +46,7 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
         small = replace(EIGHT.accelerator, memory_bytes=Figure(memory_gib * 2**30, "test"))
         cluster = replace(EIGHT, accelerator=small)
     monkeypatch.setattr("ironlaw.plan.cluster.search.CHUNK", 64)
-    found = search(ClusterStep(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), keep=5)
+    found = search(ClusterRequest(TINY, cluster, sequence=1024, global_batch=4, engine="megatron-core"), keep=5)
     fitting, count = brute_force(cluster)
     assert found.best[0].step_seconds == pytest.approx(fitting[0][0])
     assert {str(c.layout) for c in found.best} <= {text for _, text in fitting}
@@ -55,15 +55,17 @@ def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memo
 
 def test_offloading_is_tried_where_nothing_fits_without():
     model, cluster = ModelConfig.named("llama3-70b"), parse_cluster("8xh100-sxm-80gb")
-    found = search(ClusterStep(model, cluster, sequence=4096, global_batch=8))
+    found = search(ClusterRequest(model, cluster, sequence=4096, global_batch=8))
     assert found.best and all(candidate.layout.offload != "none" for candidate in found.best)
     unknown = parse_cluster("8xh100-sxm-80gb@pcie-server")  # a host of which nothing is known
-    assert not search(ClusterStep(model, unknown, sequence=4096, global_batch=8)).best
+    assert not search(ClusterRequest(model, unknown, sequence=4096, global_batch=8)).best
 
 
 def test_ruled_out_layouts_are_counted_by_reason():
     found = search(
-        ClusterStep(ModelConfig.named("llama3-405b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8)
+        ClusterRequest(
+            ModelConfig.named("llama3-405b"), parse_cluster("8xh100-sxm-80gb"), sequence=8192, global_batch=8
+        )
     )
     assert found.best == [] and found.ruled_out["memory"] == found.planned
     assert found.nearest_miss is not None and found.nearest_miss.peak_bytes > 80e9 + 10e9
@@ -71,13 +73,15 @@ def test_ruled_out_layouts_are_counted_by_reason():
 
 def test_nothing_to_plan_is_an_error_with_reasons():
     with pytest.raises(UserError, match="global batch not divisible"):
-        search(ClusterStep(ModelConfig.named("gpt2"), parse_cluster("17xa100-sxm-80gb"), sequence=1024, global_batch=2))
+        search(
+            ClusterRequest(ModelConfig.named("gpt2"), parse_cluster("17xa100-sxm-80gb"), sequence=1024, global_batch=2)
+        )
 
 
 def test_gpt3_on_4096_accelerators_takes_seconds():
     start = time.process_time()  # of one core, whatever else the machine does
     found = search(
-        ClusterStep(
+        ClusterRequest(
             ModelConfig.named("gpt3-175b"), parse_cluster("4096xa100-sxm-80gb"), sequence=2048, global_batch=4096
         )
     )

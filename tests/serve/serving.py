@@ -71,7 +71,7 @@ def engine(model: Transformer | LoadedModel, **settings: Any) -> Engine:
 
 
 def greedy(count: int, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=count, temperature=0, ignore_end=True, **more)
+    return SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, **more)
 
 
 def answers(requests: list[Request]) -> list[list[int]]:

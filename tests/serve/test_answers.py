@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # for `serving`
+from serving import write_server_directory
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.chat import Text
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import TextDecoder, TokenReader
+from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import token_table
+from ironlaw.serve.loading import load_served
 from ironlaw.serve.request import SampledToken
 
 WORDS = "the model serves the page, naïve and größer: 日本語 🎉"
@@ -105,3 +112,16 @@ def test_a_tokenizer_that_forms_cannot_use_is_told_in_one_line(tmp_path: Path) -
     text = text_of(metaspace(), tmp_path)
     with pytest.raises(UserError, match="do not go with this model's tokenizer"):
         token_table(text.file, [0], 50)
+
+
+def test_an_end_of_text_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    folder = write_server_directory(tmp_path / "tiny")
+    file, config = folder / "config.json", json.loads((folder / "config.json").read_text())
+    file.write_text(json.dumps(config | {"eos_token_id": [config["eos_token_id"], 4321]}))
+    with pytest.raises(UserError, match=r"eos_token_id = 4321 .* and the model 287 tokens"):
+        load_served(folder, ServeConfig())
+    file.write_text(json.dumps(config))
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|nobody|>"}))
+    with pytest.raises(UserError, match=r'names eos_token "<\|nobody\|>", which the tokenizer does not have'):
+        load_served(folder, ServeConfig())

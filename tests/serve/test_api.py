@@ -25,7 +25,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.server import bound, build_server
+from ironlaw.serve.server import bind_socket, build_server
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -272,7 +272,7 @@ BODIES = [b"", b"{", b"[]", b"3", b"null", b'"a"', b"\xff\xfe", b"{}", b"[" * 10
 
 def test_an_address_that_is_taken_is_told_before_a_model_is_loaded_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="cannot listen on"):
-        bound(ServeConfig(port=taken.getsockname()[1]))
+        bind_socket(ServeConfig(port=taken.getsockname()[1]))
 
 
 def test_what_is_refused_is_named_and_what_asks_for_nothing_is_not(served: tuple[str, Engine]) -> None:

@@ -113,7 +113,7 @@ def test_a_prompt_is_scored_as_by_transformers(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Part by part, again after a preemption, and not from pages of others, which hold no logits."""
-    monkeypatch.setattr("ironlaw.serve.request.SCORED_AT_ONCE", 7)
+    monkeypatch.setattr("ironlaw.serve.request.MAX_SCORED_TOKENS", 7)
     model = theirs("llama")
     server, draws = engine(ours(model, tmp_path), **({"batch": 32} | settings)), random.Random(6)
     start = [draws.randrange(70) for _ in range(16)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def load_of(models: str, body: str | None, before: str = "") -> Report:
             client = Client(
                 f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None, None, 10.0 if body is not None else 0.1
             )
-            return await run(client, poisson(50.0, 2, 8, 4, seed=1), concurrency=1, ignore_end=False)
+            report = Report()
+            await run(client, poisson(50.0, 2, 8, 4, seed=1), report, concurrency=1, ignore_eos=False)
+            return report
 
     return asyncio.run(load())
 
@@ -119,6 +122,33 @@ def test_a_server_that_tells_no_usage_is_not_credited_with_the_tokens_asked_for(
     assert (found["completed"], found["output_tokens"], found["prompt_tokens"]) == (2, 4, None)
     assert found["total_tokens_per_second"] is None
     assert report.server is None and "tells no usage" in str(load_view(found))
+
+
+def test_an_interrupted_load_shows_what_was_answered(
+    ironlaw_here: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def get(self: Client, path: str, method: str = "GET") -> tuple[int, Any]:
+        return (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, None)
+
+    async def ask(self: Client, plan: Any, prompt: Any, outcome: RequestOutcome, ignore_end: bool) -> None:
+        asked.append(plan)
+        if len(asked) > 4:  # of which the first is the probe
+            raise KeyboardInterrupt
+        outcome.status, outcome.output_tokens, outcome.ttft, outcome.end = 200, 4, 0.1, 0.4
+
+    monkeypatch.setattr(Client, "get", get)
+    monkeypatch.setattr(Client, "ask", ask)
+    load = ("bench", "http://127.0.0.1:1", "--concurrency", "1", "--out", "kept")
+    code, out, err = ironlaw_here(*load)
+    assert code == 130 and "3 of 3 requests answered" in out and "interrupted" in out and "interrupted" in err
+    assert not list(tmp_path.glob("*kept*"))
+    asked.clear()
+    code, out, _ = ironlaw_here(*load, "--json")
+    assert code == 130 and json.loads(out)["completed"] == 3 and json.loads(out)["interrupted"]
+    code, out, _ = ironlaw_here(*load)  # with nothing to show
+    assert code == 130 and not out
 
 
 def test_goodput_counts_answers_within_both_limits_of_all_requests() -> None:

@@ -167,8 +167,8 @@ def test_first_tokens_of_many_requests_follow_the_model(model: Transformer) -> N
 def test_penalties_biases_and_logprobs_of_the_models_own_logits(model: Transformer) -> None:
     """They are changed in place, and are tensors of inference mode."""
     asked = SamplingParams(max_tokens=6, temperature=0, repetition_penalty=5.0, frequency_penalty=1.0, logprobs=1,
-                     logit_bias=((7, 1.0),), ignore_end=True)  # fmt: skip
+                     logit_bias=((7, 1.0),), ignore_eos=True)  # fmt: skip
     server = engine(model)
-    (plain,) = server.generate([[1, 2, 3]], SamplingParams(max_tokens=6, temperature=0, ignore_end=True))
+    (plain,) = server.generate([[1, 2, 3]], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     (other,) = server.generate([[1, 2, 3]], asked)
     assert len(other.answer) == 6 and len(set(other.answer)) >= len(set(plain.answer))

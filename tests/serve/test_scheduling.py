@@ -168,13 +168,13 @@ def test_what_can_never_run_is_refused_at_once(model: Transformer) -> None:
 
 
 def test_an_answer_longer_than_the_context_goes_on_from_its_newest_half(model: Transformer) -> None:
-    server, asked = engine(model), SamplingParams(max_tokens=150, seed=5, ignore_end=True)
-    one, again = (server.continued([1, 2], asked) for _ in range(2))
+    server, asked = engine(model), SamplingParams(max_tokens=150, seed=5, ignore_eos=True)
+    one, again = (server.generate_beyond_context([1, 2], asked) for _ in range(2))
     assert one == again and len(one) == 150 > server.context
-    assert server.continued([1, 2], SamplingParams(max_tokens=150, seed=6)) != one
+    assert server.generate_beyond_context([1, 2], SamplingParams(max_tokens=150, seed=6)) != one
     served = server.served
     ends = replace(served, end_tokens=frozenset({one[4]}))
-    assert engine(ends).continued([1, 2], replace(asked, ignore_end=False)) == one[: one.index(one[4])]
+    assert engine(ends).generate_beyond_context([1, 2], replace(asked, ignore_eos=False)) == one[: one.index(one[4])]
 
 
 @pytest.mark.parametrize(
@@ -244,20 +244,19 @@ def test_requests_whose_own_tokens_fail_end_alone(model: Transformer) -> None:
 
     class Broken:
         def mask(self, vocab: int) -> torch.Tensor:
-            raise RuntimeError("no such grammar")
+            return torch.ones(vocab, dtype=torch.bool)
 
-        def take(self, token: int) -> None: ...
+        def take(self, token: int) -> None:
+            raise UserError("no such grammar")
 
     alone = server.generate([[1, 2, 3]], greedy(5))[0].answer
     well, ill = Request([1, 2, 3], greedy(5)), Request([4, 5], greedy(5), state=Broken())
-    odd = Request([7], SamplingParams(max_tokens=5, top_k=10**400))
     unread = Request([8], greedy(5), decode=lambda token, may_stop: bool(1 / 0))
-    for request in (well, ill, odd, unread):
+    for request in (well, ill, unread):
         server.submit(request)
     while server.running or server.waiting:
         server.step()
     assert (well.answer, well.finish) == (alone, "length")
-    assert ill.finish == "error" and ill.failure == "no token could be chosen: RuntimeError: no such grammar"
-    assert odd.finish == unread.finish == "error" and "Overflow" in str(odd.failure)
+    assert (ill.finish, ill.failure, ill.is_at_fault) == ("error", "no such grammar", True)
     assert unread.failure == "a token could not be read: ZeroDivisionError: division by zero"
     assert server.blocks.used == 0 and server.failure is None

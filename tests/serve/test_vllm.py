@@ -10,7 +10,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.vllm import become_vllm, command
+from ironlaw.serve.vllm import command, exec_vllm
 
 
 def test_shared_settings_become_vllms_flags(tmp_path: Path) -> None:
@@ -35,4 +35,4 @@ def test_what_vllm_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         command(tmp_path, ServeConfig(kv="int8"))
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match="vllm is not installed"):
-        become_vllm(tmp_path, ServeConfig())
+        exec_vllm(tmp_path, ServeConfig())

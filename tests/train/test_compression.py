@@ -21,11 +21,12 @@ from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.compression import _Seen, compress, mixed_formats
+from ironlaw.numerics.compression import BlockInputs, compress, mixed_formats
 from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
+from ironlaw.train import sweep
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.quantized_store import QuantizedFiles, read_held
@@ -170,7 +171,7 @@ def test_awq_scales_channels_and_leaves_the_function(fields: dict[str, Any]) -> 
     assert errors[1] < 0.85 * errors[0]
     moments: dict[torch.nn.Module, Inputs] = {}
     with torch.no_grad():
-        seen = _Seen(model, [tokens])
+        seen = BlockInputs(model, [tokens])
         for number, block in enumerate(model.blocks):
             moments |= seen.inputs_of(number, block, linears_of(model))
             seen.inputs = seen.run(number, block)
@@ -216,6 +217,8 @@ def test_a_compressed_run_is_read_as_a_run(run: Path, ironlaw_here: Here, tmp_pa
     assert code == 0, err
     code, _, err = ironlaw_here("export", "small", "codes", "--dtype", "int4")
     assert code == 2 and "the run holds int8" in err and not (tmp_path / "codes").exists()
+    code, _, err = ironlaw_here("export", "small", "averaged", "--average")
+    assert code == 2 and "export the run that was compressed with --average" in err
     from transformers import AutoModelForCausalLM
 
     ours = load_for_inference(newest_of(tmp_path / "small"), config)
@@ -259,6 +262,25 @@ def test_a_sweep_finds_what_nothing_beats(
     code, out, _ = ironlaw_here("compress", run, "--sweep", "--budget", "0.001s", "--out", "sweep.html")
     assert code == 0 and "Not tried" in out
     assert ironlaw_here("compress", run)[0] == ironlaw_here("compress", run, "--sweep", "--to", "int8")[0] == 2
+
+
+def test_an_interrupted_sweep_shows_what_it_has_measured(
+    run: Path, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = sweep.measure_compression, []
+
+    def interrupt(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return measure(*given, **named)
+
+    monkeypatch.setattr(sweep, "measure_compression", interrupt)
+    code, out, err = ironlaw_here("compress", run, "--sweep", "--json")
+    assert code == 130 and "interrupted" in err
+    found = json.loads(out)
+    assert found["interrupted"] and len(found["points"]) == 2  # the original and one format
+    assert ironlaw_here("compress", run, "--sweep", "--json")[0] == 130  # with nothing to show
 
 
 def test_what_is_made_of_a_run_goes_beside_it() -> None:

@@ -285,3 +285,11 @@ def test_an_odd_vocabulary_is_named(tiny_config: Config, train: Train, tmp_path:
     assert any("size of a head: 20" in figure for figure in notice.evidence)
     even = train(tiny_config({"vocab": 2048}, data={"mock": True}), tmp_path / "even").ledger
     assert even.facts["misaligned"] == []
+
+
+def test_a_key_that_nothing_reads_is_named_before_the_run(
+    tiny_config: Config, train: Callable[..., Any], tmp_path: Path
+) -> None:
+    said: list[str] = []
+    train(tiny_config(schedule={"step_every": 9}, train={"steps": 2}), tmp_path / "run", say=said.append)
+    assert [line for line in said if "schedule.step_every = 9 is not used" in line] == said[:1]

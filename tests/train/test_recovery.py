@@ -239,7 +239,7 @@ def test_killed_while_it_goes_back(
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "_write" if moment == "before" else "drop_after", killed)
+        patch.setattr(recovery, "_choose" if moment == "before" else "drop_after", killed)
         with pytest.raises(InterruptedError):
             train(config, tmp_path / "run")
     said: list[str] = []

@@ -42,14 +42,6 @@ class Price:
     rent: tuple[Quote, ...] = ()
     purchase: Quote | None = None
 
-    @property
-    def rent_range(self) -> tuple[float, float] | None:
-        """Lowest and highest known rent, USD per accelerator-hour; `None` when no quote is known."""
-        if not self.rent:
-            return None
-        asked = [quote.usd.value for quote in self.rent]
-        return min(asked), max(asked)
-
 
 def grid_names() -> tuple[str, ...]:
     """Return the names of all grids, sorted."""

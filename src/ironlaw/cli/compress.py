@@ -99,6 +99,8 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
     if out is not None:
         write(out, view, f"Formats of {found['source']}", FOOTER)
         messages().print(f"drawn in {out}")
+    if found.get("interrupted"):
+        raise KeyboardInterrupt
 
 
 def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder:
@@ -112,7 +114,7 @@ def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder
     config = ServeConfig(batch=1)
     served = prepare(model, config, model.config.name, held)
     engine = Engine(served, config)
-    run = lambda count: len(engine.continued([0], SamplingParams(max_tokens=count, temperature=0.0)))  # noqa: E731
+    run = lambda count: len(engine.generate_beyond_context([0], SamplingParams(max_tokens=count, temperature=0.0)))  # noqa: E731
     embedding = model.embedding.weight if model.embedding is not None else None
     looked_up = 0 if embedding is None or embedding is model.head._parameters.get("weight") else embedding.nbytes
     return Decoder(run, served.weight_bytes - looked_up, served.kernels)

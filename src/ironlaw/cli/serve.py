@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import sys
 from contextlib import nullcontext
@@ -31,18 +32,18 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
-    from ironlaw.serve.server import bound, require_extra
+    from ironlaw.serve.server import bind_socket, require_extra
 
     if engine not in ("ironlaw", "vllm"):
         raise UserError(f"no engine {engine!r}: write ironlaw or vllm")
     given = {key: value for key, value in (("port", port), ("host", host)) if value is not None}
     asked = serve_config(settings or (), config, **given)
     if engine == "vllm":
-        from ironlaw.serve.vllm import become_vllm
+        from ironlaw.serve.vllm import exec_vllm
 
-        become_vllm(path, asked)
+        exec_vllm(path, asked)
     require_extra()
-    address = bound(asked)
+    address = bind_socket(asked)
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
     from ironlaw.serve.server import serve as run
@@ -95,15 +96,26 @@ def generate(
         raise UserError(f"{run} has no tokenizer (mock data?): train on text to generate text")
     start = text.encode(prompt) or sorted(served.end_tokens)[:1]
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    new = Engine(served, config).continued(start, sampling)
-    answer = text.decode_behind(new)
+    made = Engine(served, config).stream(start, sampling)
     if json:
-        print_json({"prompt": prompt, "text": answer, "tokens": len(new)} | served.about)
+        new = list(made)
+        print_json({"prompt": prompt, "text": text.decode_behind(new), "tokens": len(new)} | served.about)
         return
     # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
-    sys.stdout.write(printable(prompt + answer) + "\n" if sys.stdout.isatty() else prompt + answer + "\n")
+    shown = printable if sys.stdout.isatty() else str
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    count, interrupted = 0, None
+    try:
+        print(shown(prompt), end="", flush=True)
+        for count, token in enumerate(made, 1):  # noqa: B007 the last number is shown
+            print(shown(decoder.decode(text.bytes_of(token))), end="", flush=True)
+    except KeyboardInterrupt as stop:
+        interrupted = stop
+    print(shown(decoder.decode(b"", final=True)))
     which = f"step {served.about['step']}, " if served.about else ""
-    messages().print(f"{which}{len(new)} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
+    messages().print(f"{which}{count} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
+    if interrupted is not None:
+        raise interrupted
 
 
 def bench(
@@ -163,13 +175,21 @@ def bench(
     # The folder is made before anything is sent, and what was measured is shown before it is written.
     with nullcontext() if out is None else complete_or_nothing(out) as folder:
         with progress("Requests") as update:
+            report, interrupted = load.Report(), None
             going = load.run(
-                client, plans, concurrency=concurrency, ignore_end=not allow_end, shared_prefix=prefix,
+                client, plans, report, concurrency=concurrency, ignore_eos=not allow_end, shared_prefix=prefix,
                 profile=out is not None, progress=update,
             )  # fmt: skip
-            report = asyncio.run(going)
-        found = load.summary(report, ttft, tpot)
+            try:
+                asyncio.run(going)
+            except KeyboardInterrupt as stop:
+                interrupted = stop
+        if interrupted is not None and not report.outcomes:
+            raise interrupted
+        found = load.summary(report, ttft, tpot) | ({} if interrupted is None else {"interrupted": True})
         answer(json, {"load": asked} | found, load_view)
+        if interrupted is not None:
+            raise interrupted
         if folder is not None:
             _keep(folder, report, asked, found)
     if out is not None:

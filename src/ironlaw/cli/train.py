@@ -49,7 +49,7 @@ def train(
         raise UserError("--resume needs --out DIR: which run should go on?")
 
     from ironlaw.machine.keep import this_machine
-    from ironlaw.report.live import Dashboard, LiveRun
+    from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import default_name, find_run
     from ironlaw.train.session import run_training
 
@@ -65,7 +65,7 @@ def train(
             f"{threads}, and the plan is for {profile.threads}"
         )
 
-    live = LiveRun(say, folder, Dashboard(folder) if dashboard else None)
+    live = LiveRun(say, folder, dashboard)
     with live:
         outcome = run_training(
             settings, folder, profile, resume=resume,
@@ -121,7 +121,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
 
     from ironlaw.machine import host
     from ironlaw.machine.keep import this_machine
-    from ironlaw.report.live import Dashboard, LiveRun
+    from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.parallel.planning import choose_layout, with_layout
     from ironlaw.train.run_directory import default_name
@@ -136,7 +136,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     with job(settings, host.memory_bytes(), resume, choose) as here:
         folder = here.ranks.on_rank_0(lambda: out or default_name(settings.model.name))
         profile = here.ranks.on_rank_0(lambda: this_machine(say.print, progress))
-        live = LiveRun(say, folder, Dashboard(folder) if dashboard and here.ranks.is_rank_0 else None)
+        live = LiveRun(say, folder, dashboard and here.ranks.is_rank_0)
         with live if here.ranks.is_rank_0 else nullcontext():
             if here.ranks.is_rank_0:
                 live.say(here.title)
@@ -212,6 +212,8 @@ def launch(
     path = Path(jobs.KINDS[on])
     text = jobs.keep(path, jobs.script(on, request), force)
     say = messages()
+    for line in settings.unused_keys():
+        say.print(line)
     if not json:
         print(printable(text), end="", flush=True)
         say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")

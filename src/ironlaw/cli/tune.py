@@ -89,16 +89,16 @@ def _tune_serving(
     from ironlaw.explain.tune import Measured
     from ironlaw.explain.tune_serving import candidates, tune_serving
     from ironlaw.serve.config import serve_config
-    from ironlaw.serve.trials import Load, prompts_of, resolved
+    from ironlaw.serve.trials import Load, read_prompts, resolve_settings
 
     start = serve_config(set_)
-    base, given = resolved(path, start), start.model_dump(exclude_unset=True)
+    base, given = resolve_settings(path, start), start.model_dump(exclude_unset=True)
     if input + tokens > base["context"]:
         raise UserError(
             f"--input {input} and --output {tokens} are {input + tokens} tokens together, and this model takes "
             f"{base['context']}: give fewer"
         )
-    prompts, is_text = prompts_of(path, 2 * at_once, input, base["vocab"], data, say=say)
+    prompts, is_text = read_prompts(path, 2 * at_once, input, base["vocab"], data, say=say)
     load = Load(path, prompts, tokens, at_once, seconds=min(4.0, seconds / 20))
     formats = ("bf16", "int8", "int4") if is_text else ()
     tried = candidates(base["cores"], at_once, input + tokens, formats, exact, is_text)

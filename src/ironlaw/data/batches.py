@@ -11,7 +11,7 @@ import numpy as np
 
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.order import mix, permutations
-from ironlaw.data.packing import Packed, concatenated, packed_report
+from ironlaw.data.packing import Packed, concatenated
 from ironlaw.data.shards import TokenArray, Tokens
 from ironlaw.errors import UserError
 
@@ -134,7 +134,7 @@ class PackedRows:
         return np.arange(self.per_epoch)
 
     def report(self) -> dict[str, Any]:
-        return packed_report(self._packed)
+        return self._packed.report()
 
 
 class Batches:

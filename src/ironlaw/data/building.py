@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,7 @@ import numpy as np
 from ironlaw import units
 from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
-from ironlaw.data.readers import IDS
-from ironlaw.data.splits import SPLITS, Split, Splitter
-from ironlaw.data.stats import token_counts
+from ironlaw.data.splits import SPLITS, Splitter
 from ironlaw.data.tokenise import Tokeniser, pieces_of
 from ironlaw.errors import UserError
 from ironlaw.files import FULL, lock_file, read_json, write_json
@@ -76,9 +72,8 @@ def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
 def build(
     work: FinishedShards, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser, end_of_text: int, shard_tokens: int,
     progress: shards.Progress | None,
-) -> dict[Split, np.ndarray]:  # fmt: skip
-    """Make the missing shards and return the token counts of all shards, (vocab,) by split. Tokens are counted as they
-    are made, while other cores make the next.
+) -> None:  # fmt: skip
+    """Make the missing shards.
 
     After an interruption or on a full disk, the folder keeps the finished shards and no others.
     """
@@ -86,14 +81,6 @@ def build(
     total, chat = corpus.bytes, corpus.chat is not None
     writer: shards.ShardWriter | None = None
     begun = dict(work.seconds)
-    vocab = work.head["tokenizer"]["vocab"]
-    counts = {split: np.zeros(vocab, dtype=np.int64) for split in SPLITS}
-    if work.shards:  # finished by an earlier call
-        index = {**work.head, "shards": work.shards}
-        for split in SPLITS:
-            made = shards.open_split(work.folder, index, split)
-            learned = made.tokens if made.marks is None else np.asarray(made.tokens)[np.asarray(made.marks) == 0]
-            counts[split] += token_counts(learned, vocab)
 
     def finish(writer: shards.ShardWriter) -> None:
         work.shards.append(writer.finish())
@@ -114,19 +101,12 @@ def build(
                     if piece.next is not None and writer.tokens >= shard_tokens:
                         finish(writer)
                         writer = None
-                counted = time.perf_counter()
-                work.seconds["write"] += counted - start
-                for split in SPLITS:
-                    if parts := [ids for piece, ids in chunk if piece.split == split and len(ids)]:
-                        ids = np.concatenate(parts)
-                        counts[split] += np.bincount(ids[ids <= IDS] if chat else ids, minlength=vocab)
-                work.seconds["unigram"] += time.perf_counter() - counted
+                work.seconds["write"] += time.perf_counter() - start
                 if progress is not None:
                     progress(min(chunk[-1][0].done_bytes, total), total)
         if writer is not None or not work.shards:
             finish(writer or shards.ShardWriter(work.folder, 0, dtype, end_of_text, chat))
             writer = None
-        return counts
     finally:
         if writer is not None:
             writer.close()
@@ -134,51 +114,23 @@ def build(
                 file.unlink(missing_ok=True)
 
 
-def remake(
-    folder: Path, index: dict[str, Any], number: int, corpus: Corpus, splitter: Splitter, tokeniser: Tokeniser
-) -> None:
-    """Make one damaged shard again and replace its files if the checksums are the recorded ones; UserError if not."""
-    entry = index["shards"][number]
-    before = index["shards"][number - 1]["next"] if number else START
-    if entry["next"] is None or before is None:
-        raise UserError(f"the prepared tokens in {folder} are damaged: delete that folder and run again")
-    temporary = folder / f".again-{os.getpid()}"
-    temporary.mkdir()
-    end, chat = index["tokenizer"]["end_of_text"], corpus.chat is not None
-    writer = shards.ShardWriter(temporary, number, np.dtype(index["dtype"]), end, chat)
-    try:
-        start = int(before[0]), int(before[1])
-        with closing(tokeniser.encode(pieces_of(corpus, splitter, start))) as chunks:
-            for piece, ids in chain.from_iterable(chunks):
-                writer.write(piece, ids)
-                if piece.next is not None and list(piece.next) == entry["next"]:
-                    break
-        made = writer.finish()
-        if any(made[split]["sha256"] != entry[split]["sha256"] for split in SPLITS):
-            raise UserError(
-                f"shard {number} of {folder} is damaged and the text gives another one now: delete that folder and "
-                "run again"
-            )
-        for split in SPLITS:
-            for (ours, _), (theirs, _) in zip(shards.files_of(made[split]), shards.files_of(entry[split]), strict=True):
-                os.replace(temporary / ours, folder / theirs)
-    finally:
-        writer.close()
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def make(final: Path, fill: Callable[[Path], Any]) -> None:
+def make(final: Path, fill: Callable[[Path], Any], damaged: dict[str, Any] | None = None) -> None:
     """Make the folder `final` with `fill` if it does not exist. One process makes it while the others wait for it.
 
     The folder gets its final name once it is filled. After a failure it is kept if it holds a finished shard and
-    removed otherwise. A full disk or a read-only folder raises a UserError of one line.
+    removed otherwise. A full disk or a read-only folder raises a UserError of one line. `damaged` is the index of an
+    existing folder with damaged shards: they and those after them are made again.
     """
-    if final.exists():
+    if final.exists() and damaged is None:
         return
     partial = final.parent / f".partial-{final.name}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
         with lock_file(final.parent / f".lock-{final.name}", _lock):
+            if damaged is not None and final.exists():
+                head = {key: damaged.get(key) for key in ("tokenizer", "dtype", "held_out")}
+                FinishedShards(final, head, damaged["shards"], defaultdict(float, damaged["seconds"])).save()
+                final.rename(partial)
             if final.exists():  # another process made it meanwhile
                 return
             partial.mkdir(exist_ok=True)

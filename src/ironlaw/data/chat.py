@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +210,7 @@ class Text:
         assert self.template is not None
         names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
         names |= self.template_names | (more or {})
-        _left.set([MOST])
+        _left.set([MAX_RENDERED])
         try:
             return str(self.template.render(**names))
         except Exception as error:  # an untrusted program, and variables from any request
@@ -232,16 +230,15 @@ class _Generation(Extension):
         return [begin, *body, end]
 
 
-MOST, PASS = 5 * 10**7, 50  # characters that a rendering makes in all, and for how many of them a pass of a loop counts
-_PRODUCTS = ("*", "**", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "tojson", "wordwrap",
-             "zfill")  # fmt: skip
-_left: ContextVar[list[int]] = ContextVar("what a rendering may still make")
+MAX_RENDERED, PASS = 5 * 10**7, 50  # characters that a rendering makes in all, and for how many of them a pass counts
+_left: ContextVar[list[int]] = ContextVar("characters that a rendering may still make")
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox where texts, lists and passes of loops are paid from one sum. Jinja2 only limits `range`s."""
+    """A sandbox where passes of loops, written text and the results of `+`, `*` and `**` are paid from one sum. Jinja2
+    only limits `range`s."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "*", "**"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -254,15 +251,10 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        return _paid(self.binop_table[operator], operator)(left, right)
-
-    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
-        method = partial(super().call, context, called)
-        return _paid(method, getattr(called, "__name__", ""), getattr(called, "__self__", None))(*args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        wrapped = super().wrap_str_format(value)
-        return wrapped and _paid(wrapped, "format", value.__self__)
+        lengths = [len(v) if isinstance(v, str | list | tuple) else 0 for v in (left, right)]
+        factors = [abs(v) if isinstance(v, int) else length for v, length in zip((left, right), lengths, strict=True)]
+        _pay(sum(lengths) if operator == "+" else factors[0] * factors[1])
+        return super().call_binop(context, operator, left, right)
 
 
 def _filtered(value: Any, name: str) -> nodes.Filter:
@@ -273,34 +265,9 @@ def _pay(size: int) -> None:
     left = _left.get()
     left[0] -= size
     if left[0] < 0:
-        raise jinja2.TemplateError(f"it makes more than {MOST:,} characters, or {MOST // PASS:,} passes of loops")
-
-
-def _paid(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
-    """Wrap an operator, a filter or a method `of` a text. What may grow is paid before it is made."""
-
-    @wraps(function)
-    def paid(*given: Any, **named: Any) -> Any:
-        if name == "join":  # what is joined may come one by one
-            given = tuple(list(v) if isinstance(v, Iterator) else v for v in given)
-        _pay(_growth(name, [v for v in (of, *given, *named.values()) if isinstance(v, str | int | list | tuple)]))
-        result = function(*given, **named)
-        _pay(len(result) if isinstance(result, str | list | tuple) else 1)
-        return result
-
-    return paid
-
-
-def _growth(name: str, values: list[Any]) -> int:
-    """Return an upper bound of the result's length where it may exceed all arguments together, else 0. The bound of a
-    number is its size."""
-    if name in ("%", "format"):
-        return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
-    if name not in _PRODUCTS:
-        return MOST + 1 if name == "translate" else 0
-    lists = [len(v) + sum(len(i) for i in v if isinstance(i, str)) for v in values if isinstance(v, list | tuple)]
-    sizes = lists + [abs(v) if isinstance(v, int) else len(v) for v in values if isinstance(v, int | str)]
-    return math.prod(max(1, size) for size in sizes)
+        raise jinja2.TemplateError(
+            f"it makes more than {MAX_RENDERED:,} characters, or {MAX_RENDERED // PASS:,} passes of loops"
+        )
 
 
 def _passes(items: Iterable[Any]) -> Iterator[Any]:
@@ -326,9 +293,7 @@ def _compiled(template: str) -> Any:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = _json
-    environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
-    environment.filters |= {"passes": _passes, "written": _written}
+    environment.filters |= {"tojson": _json, "passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)

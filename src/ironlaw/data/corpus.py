@@ -31,10 +31,10 @@ START: Cursor = (0, 0)
 # idlelib, lib2to3, tkinter and ensurepip into packages of their own; Docker's Python images delete tests; Python 3.12
 # removed distutils.
 # `encodings` and `pydoc_data` are generated tables and prose, which a model would learn instead of Python.
-_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_NOT_EVERYWHERE = frozenset({"idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip", "macholib"})
-_GENERATED = frozenset({"encodings", "pydoc_data"})
-_STDLIB_SKIPPED_FOLDERS = _NOT_LIBRARY | _NOT_EVERYWHERE | _GENERATED
+_STDLIB_SKIPPED_FOLDERS = frozenset({
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "tkinter", "turtledemo",
+    "lib2to3", "distutils", "ensurepip", "macholib", "encodings", "pydoc_data",
+})  # fmt: skip
 _STDLIB_SKIPPED_FILES = (
     "_sysconfigdata*",
     "_sysconfig_vars*",
@@ -105,25 +105,18 @@ class Corpus:
         """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(
-        self, see: Callable[[File, str], None] | None = None, progress: Callable[[int, int], None] | None = None
-    ) -> None:
-        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these and
-        `progress` with the bytes done and the bytes in all.
+    def scan(self, see: Callable[[File, str], None] = lambda file, text: None) -> None:
+        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these.
 
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
         """
         kept = []
-        done, total = 0, self.bytes
         for file in self.files:
-            done += file.size
-            if progress is not None:
-                progress(done, total)
             text = self.text(file) if file.kind == "text" else ""
             if text is not None:
                 kept.append(file)
-                if see is not None and file.kind == "text":
+                if file.kind == "text":
                     see(file, text)
         self.files = kept
 
@@ -243,28 +236,27 @@ def check_has_text(corpus: Corpus) -> None:
 
 def _walk(corpus: Corpus, root: Path) -> None:
     """Fill `corpus.files`, sorted by name. A folder reached twice through links counts once, so that loops end."""
-    pending, seen = [(root, "")], set()
-    while pending:
-        folder, prefix = pending.pop()
-        try:
-            status = folder.stat()
-            # Sorted, so that of two links to one folder the same one is followed on every run.
-            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-        except OSError:
-            corpus.reasons[prefix] = "unreadable"
-            continue
+
+    def name_of(path: str | Path) -> str:
+        return Path(path).relative_to(root).as_posix()
+
+    def unreadable(error: OSError) -> None:
+        corpus.reasons[name_of(error.filename)] = "unreadable"
+
+    seen: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(root, onerror=unreadable, followlinks=True):
+        status = os.stat(folder)
         if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        for entry in entries:
-            name = prefix + entry.name
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                if not (corpus.stdlib and entry.name in _STDLIB_SKIPPED_FOLDERS):
-                    pending.append((Path(entry.path), name + "/"))
-            elif not corpus.stdlib or _is_stdlib_source(entry.name):
-                _add(corpus, Path(entry.path), name)
+        skipped = _STDLIB_SKIPPED_FOLDERS if corpus.stdlib else ()
+        # Sorted, so that of two links to one folder the same one is followed on every run.
+        folders[:] = sorted((n for n in folders if not n.startswith(".") and n not in skipped), reverse=True)
+        for name in files:
+            if not name.startswith(".") and (not corpus.stdlib or _is_stdlib_source(name)):
+                path = Path(folder, name)
+                _add(corpus, path, name_of(path))
     corpus.files.sort(key=lambda file: file.name)
 
 

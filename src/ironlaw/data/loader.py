@@ -155,7 +155,7 @@ class Prefetcher(Generic[Prepared]):
         self._batches = batches
         self._number_of = number_of or (lambda step: step)
         self._apply = apply or (lambda batch: cast(Prepared, batch))
-        self._made = 0
+        self._made_tokens = 0
         self._busy_seconds = 0.0
         self._copy_seconds = 0.0
         self._steps = itertools.count(start) if stop is None else iter(range(start, stop))
@@ -164,30 +164,20 @@ class Prefetcher(Generic[Prepared]):
         self._send_for(depth + 1)
 
     @property
-    def batches_per_second(self) -> float | None:
-        """Batches per second that the thread makes while it is busy; None before the first batch."""
-        return self._made / self._busy_seconds if self._busy_seconds else None
-
-    @property
     def tokens_per_second(self) -> float | None:
-        """The same rate in tokens of this rank."""
-        rate = self.batches_per_second
-        return None if rate is None else rate * self._batches.share * self._batches.sequence
-
-    @property
-    def stage_tokens_per_second(self) -> dict[str, float]:
-        """Tokens per second of each stage (read, tokenise, pack, copy) alone: the lowest is the bottleneck."""
-        tokens = self._made * self._batches.share * self._batches.sequence
-        stages = self._batches.seconds | {"copy": self._copy_seconds}
-        return {stage: tokens / seconds for stage, seconds in stages.items() if seconds > 0 and tokens}
+        """Tokens of this rank per second that the thread makes while it is busy; None before the first batch."""
+        return self._made_tokens / self._busy_seconds if self._busy_seconds else None
 
     def facts(self) -> dict[str, Any]:
-        """Return the loader's rates, its slowest stage and the seconds that the consumer waited, for the ledger."""
-        stages = self.stage_tokens_per_second
+        """Return for the ledger the loader's rate, that of each stage (read, tokenise, pack, copy) alone, the slowest
+        stage, and the seconds that the consumer waited."""
+        spent = self._batches.seconds | {"copy": self._copy_seconds}
+        stages = {stage: self._made_tokens / seconds for stage, seconds in spent.items() if seconds > 0}
+        stages = stages if self._made_tokens else {}
         return {
             "tokens_per_second": self.tokens_per_second,
             "stage_tokens_per_second": stages,
-            "slowest_stage": min(stages, key=lambda stage: stages[stage]) if stages else None,
+            "slowest_stage": min(stages, key=stages.__getitem__, default=None),
             "wait_seconds": self.wait_seconds,
         }
 
@@ -203,7 +193,7 @@ class Prefetcher(Generic[Prepared]):
         end = time.perf_counter()
         self._busy_seconds += end - start
         self._copy_seconds += end - copying
-        self._made += 1
+        self._made_tokens += self._batches.share * self._batches.sequence
         return batch
 
     def __iter__(self) -> Iterator[Prepared]:

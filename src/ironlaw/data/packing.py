@@ -29,10 +29,15 @@ class Packed:
     def number(self) -> int:
         return len(self.rows) - 1
 
-    @property
-    def padded_fraction(self) -> float:
-        """Share of all positions that are padding."""
-        return 1 - float(self.lengths.sum()) / max(1, self.number * self.sequence)
+    def report(self) -> dict[str, Any]:
+        """Return the number of rows, and the fractions of positions padded, of tokens cropped, and of documents cut."""
+        positions = max(1, self.number * self.sequence)
+        return {
+            "rows": self.number,
+            "padded_fraction": 1 - float(self.lengths.sum()) / positions,
+            "cropped_fraction": 0.0,
+            "documents_cut_fraction": self.documents_cut / max(1, self.documents),
+        }
 
 
 def best_fit(bounds: np.ndarray, sequence: int) -> Packed:
@@ -121,13 +126,4 @@ def concatenated(bounds: np.ndarray, sequence: int) -> dict[str, Any]:
         "padded_fraction": 0.0,
         "cropped_fraction": (tokens - kept) / tokens if tokens else 0.0,
         "documents_cut_fraction": cut / max(1, len(bounds) - 1),
-    }
-
-
-def packed_report(packed: Packed) -> dict[str, Any]:
-    return {
-        "rows": packed.number,
-        "padded_fraction": packed.padded_fraction,
-        "cropped_fraction": 0.0,
-        "documents_cut_fraction": packed.documents_cut / max(1, packed.documents),
     }

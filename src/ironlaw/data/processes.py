@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -46,7 +46,8 @@ def in_order(
 
 
 class ProcessPool:
-    """`processes` that call `start(*arguments)` before anything else. `setting` is the config key of their number."""
+    """Context manager of `processes` that call `start(*arguments)` before anything else. `setting` is the config key of
+    their number. UserError at the end if a process was killed."""
 
     def __init__(self, processes: int, setting: str, start: Callable[..., None], *arguments: Any) -> None:
         self.setting = setting
@@ -58,19 +59,16 @@ class ProcessPool:
         with _without_main():  # the call may start a process
             return self._pool.submit(function, *arguments)
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Context manager around code that waits for results. UserError if a process was killed."""
-        try:
-            yield
-        except BrokenProcessPool:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
             raise UserError(
                 f"a process of {self.setting} ended by itself: if memory ran out lower {self.setting}; 0 needs no "
                 "processes"
             ) from None
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
@@ -112,30 +110,27 @@ class ProcessBatches:
         self.share, self.sequence = share, sequence
         self.seconds = {"read": 0.0, "pack": 0.0}  # mean over all processes
         self._opener, self._processes, self._depth = opener, processes, depth
-        self._pool: ProcessPool | None = None
-        self._next = -1
+        self._next, self._made = -1, self._from(-1)
 
     def batch(self, step: int) -> Batch[np.ndarray]:
-        if self._pool is None or step != self._next:
+        if step != self._next:
             self.close()
-            self._pool = ProcessPool(self._processes, "data.loader_processes", _start, self._opener)
-            self._made = self._from(step, self._pool)
+            self._made = self._from(step)
         self._next = step + 1
-        with self._pool.working():
-            batch, seconds = next(self._made)
+        batch, seconds = next(self._made)
         for stage, spent in seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent / self._processes
         return Batch(batch.inputs.astype(np.int64), batch.targets.astype(np.int64), batch.documents)
 
-    def _from(self, step: int, pool: ProcessPool) -> Iterator[Made]:
+    def _from(self, step: int) -> Generator[Made, None, None]:
         firsts = itertools.count(step, self._depth)
-        for _, made in in_order(firsts, lambda first: pool.submit(_make, first, self._depth), self._processes):
-            yield from made
+        with ProcessPool(self._processes, "data.loader_processes", _start, self._opener) as pool:
+            for _, made in in_order(firsts, lambda first: pool.submit(_make, first, self._depth), self._processes):
+                yield from made
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
+        self._made.close()
+        self._next = -1
 
 
 _opener: Open

@@ -69,8 +69,8 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
         "jsonl": _read_jsonl,
         "chat": partial(_read_jsonl, take=_conversation),
         "pairs": partial(_read_jsonl, take=_preference),
-        "parquet": _read_parquet,
-        "arrow": _read_arrow,
+        "parquet": partial(_read_rows, "parquet"),
+        "arrow": partial(_read_rows, "arrow"),
         "megatron": _read_megatron,
     }
     return readers[kind](path, field, start)
@@ -146,32 +146,38 @@ def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Itera
         _skip(lines, start, seek=lines is raw)
         while line := lines.readline(LINE_LIMIT_BYTES):
             position += len(line)
+            content, reason = None, f"lines over {LINE_LIMIT_BYTES >> 20} MiB"
             if len(line) == LINE_LIMIT_BYTES and not line.endswith(b"\n"):
                 position += _rest_of_line(lines)
-                yield Record(None, position, raw.tell(), f"lines over {LINE_LIMIT_BYTES >> 20} MiB")
             elif line.strip():
-                yield _from_line(line, path, field, position, raw.tell(), position == len(line), take)
+                content, reason = _from_line(line, path, field, take, first=position == len(line))
+            else:
+                continue
+            yield Record(content, position, raw.tell(), reason)
 
 
-def _from_line(line: bytes, path: Path, field: str, position: int, done: int, first: bool, take: Take) -> Record:
+def _from_line(line: bytes, path: Path, field: str, take: Take, first: bool) -> tuple[Raw | None, str]:
+    """Return the content of a line, or None with the reason. What is wrong with the `first` line is an error: the whole
+    file is something else. Later, one bad line among millions is only counted."""
     try:
-        document = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
-        if first:  # the whole file is something else; later, one bad line among millions is only counted
-            raise UserError(f"{path} is not JSONL: its first line is no JSON object") from None
-        return Record(None, position, done, "not JSON")
-    if first and not isinstance(document, dict):
+        fields = None
+    if first and not isinstance(fields, dict):
         raise UserError(f"{path} is not JSONL: its first line is no JSON object")
-    fields = document if isinstance(document, dict) else {}
+    if fields is None:
+        return None, "not JSON"
+    fields = fields if isinstance(fields, dict) else {}
     content, lacks = take(fields, field)
-    if content is None and first and lacks:
+    if content is not None:
+        return content, ""
+    if first and lacks:
         what = (
             f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'
         )
         others = ", ".join(name for name in fields if name != field)
         raise UserError(f"{what}{f': set data.field to one of {others}' if others else ', and no other: write one'}")
-    reason = f'without {lacks} in "{field}"' if lacks else "empty"
-    return Record(content, position, done, "" if content is not None else reason)
+    return None, f'without {lacks} in "{field}"' if lacks else "empty"
 
 
 def _decompressed(raw: IO[bytes], path: Path) -> IO[bytes]:
@@ -217,52 +223,65 @@ def _intact(path: Path) -> Iterator[None]:
 # -- Parquet and Arrow -----------------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: Path, field: str, start: int) -> Iterator[Record]:
-    size = path.stat().st_size
-    with _intact(path), _extra("pyarrow.parquet", path).ParquetFile(path) as file:
+def _read_rows(kind: str, path: Path, field: str, start: int) -> Iterator[Record]:
+    """Read the texts of a column of a Parquet or Arrow file. UserError for bytes that are not UTF-8."""
+    size, rows = path.stat().st_size, max(1, _rows(kind, path))
+    batches = _parquet_batches if kind == "parquet" else _arrow_batches
+    with _intact(path):
+        for first, column in batches(path, field, start):
+            for row, value in enumerate(column, first):
+                if row < start:
+                    continue
+                try:
+                    text = value.as_py()
+                    text = text.decode() if isinstance(text, bytes) else text
+                except UnicodeDecodeError:
+                    raise UserError(
+                        f'{path} has bytes that are not UTF-8 text in column "{field}", row {row + 1:,}: write the '
+                        "column as UTF-8, or set data.field to another"
+                    ) from None
+                is_empty = text is None or not text.strip()
+                done = size * (row + 1) // rows
+                yield Record(None if is_empty else text, row + 1, done, "empty" if is_empty else "")
+
+
+def _parquet_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, Any]]:
+    """Yield batches of a column, each with the number of its first row. Row groups before `start` are not read."""
+    with _extra("pyarrow.parquet", path).ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow)
-        rows, row = max(1, file.metadata.num_rows), 0
+        row = 0
         for group in range(file.num_row_groups):
             here = file.metadata.row_group(group).num_rows
             if row + here <= start:
                 row += here
                 continue
             for batch in file.iter_batches(1024, row_groups=[group], columns=[field]):
-                yield from _from_column(batch.column(0), row, start, lambda r: size * r // rows)
+                yield row, batch.column(0)
                 row += len(batch)
 
 
-def _read_arrow(path: Path, field: str, start: int) -> Iterator[Record]:
-    pyarrow = _extra("pyarrow", path)
-    row, read_bytes, size = 0, 0, path.stat().st_size
-    with _intact(path), pyarrow.memory_map(str(path)) as file:
-        for batch in _arrow_batches(pyarrow, file):
+def _arrow_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, Any]]:
+    with _open_arrow(path) as batches:
+        row = 0
+        for batch in batches:
             if row == 0:
                 _check_column(path, field, batch.schema)
-            read_bytes = min(size, read_bytes + batch.nbytes)
             if row + len(batch) > start:
-                yield from _from_column(batch.column(field), row, start, lambda _: read_bytes)  # noqa: B023 used at once
+                yield row, batch.column(field)
             row += len(batch)
 
 
-def _arrow_batches(pyarrow: Any, file: Any) -> Iterator[Any]:
-    """Return the batches of a stream, as `save_to_disk` writes it, or of a Feather file, which begins with ARROW1."""
-    if file.read(6) == b"ARROW1":
-        reader = pyarrow.ipc.open_file(file)
-        return (reader.get_batch(i) for i in range(reader.num_record_batches))
-    file.seek(0)
-    return iter(pyarrow.ipc.open_stream(file))
-
-
-def _from_column(column: Any, row: int, start: int, done: Callable[[int], int]) -> Iterator[Record]:
-    for offset, text in enumerate(column.to_pylist()):
-        here = row + offset
-        if here < start:
-            continue
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        is_empty = text is None or not text.strip()
-        yield Record(None if is_empty else text, here + 1, done(here + 1), "empty" if is_empty else "")
+@contextmanager
+def _open_arrow(path: Path) -> Iterator[Iterator[Any]]:
+    """Open the batches of a stream, as `save_to_disk` writes it, or of a Feather file, which begins with ARROW1."""
+    pyarrow = _extra("pyarrow", path)
+    with pyarrow.memory_map(str(path)) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pyarrow.ipc.open_file(file)
+            yield (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            yield iter(pyarrow.ipc.open_stream(file))
 
 
 def _check_column(path: Path, field: str, schema: Any) -> None:
@@ -279,12 +298,11 @@ def _check_column(path: Path, field: str, schema: Any) -> None:
 def _rows(kind: str, path: Path) -> int:
     if kind == "megatron":
         return megatron.open_indexed(path).documents
-    if kind == "parquet":
-        with _intact(path):
+    with _intact(path):
+        if kind == "parquet":
             return int(_extra("pyarrow.parquet", path).read_metadata(path).num_rows)
-    pyarrow = _extra("pyarrow", path)
-    with _intact(path), pyarrow.memory_map(str(path)) as file:
-        return sum(len(batch) for batch in _arrow_batches(pyarrow, file))
+        with _open_arrow(path) as batches:
+            return sum(map(len, batches))
 
 
 def _extra(module: str, path: Path) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ironlaw.cores import usable_cores
-from ironlaw.data.corpus import START, Cursor
+from ironlaw.data.corpus import START
 from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import TextPiece
@@ -110,7 +110,7 @@ class ShardWriter:
         self._writers = {split: SplitWriter(folder, split, number, dtype, marked) for split in SPLITS}
         self._skipped: Counter[str] = Counter()
         self._last = -1
-        self.next: Cursor = START  # where the documents of the next shard begin
+        self.next: tuple[int, ...] = START  # where the documents of the next shard begin
 
     @property
     def tokens(self) -> int:
@@ -270,6 +270,11 @@ class TokenSplit:
     @property
     def documents(self) -> int:
         return len(self.bounds) - 1
+
+    @property
+    def learned(self) -> TokenArray:
+        """The tokens without those that are not learned, or part of a rejected answer."""
+        return self.tokens if self.marks is None else np.asarray(self.tokens)[np.asarray(self.marks) == 0]
 
     def counts(self) -> dict[str, int]:
         return {"documents": self.documents, "tokens": len(self.tokens), "bytes": self.bytes}

@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,13 @@ from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.sample import sample
 from ironlaw.data.splits import SPLITS
-from ironlaw.data.stats import loss_of_counts
+from ironlaw.data.stats import unigram_loss
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of, read_json, sha256
 
 Say = Callable[[str], None]
-_SCAN_LINE_SECONDS = 5.0
+_LARGE_BYTES = 2**30  # of text, which takes seconds to read
 
 
 def prepare_source(
@@ -38,30 +39,18 @@ def prepare_source(
     """Prepare one source. Without `given`, a tokenizer is trained on the source."""
     folder = config.cache_folder / folder_name(config, vocab, corpus, given)
     reused = folder.exists()
-    building.make(folder, lambda place: _build(config, vocab, corpus, given, place, progress, say))
+    fill = partial(_build, config, vocab, corpus, given, progress, say)
+    building.make(folder, fill)
     try:
         # Files written just now were hashed while they were written: only their sizes are compared.
         dataset = open_dataset(folder, checksums=None if reused else False, reused=reused)
     except shards.DamagedShards as damage:
         say(str(damage).split(":")[0] + ": making them again")
-        _remake(config, corpus, folder, damage)
+        building.make(folder, fill, damage.index)
         dataset = open_dataset(folder, reused=False)
     if dataset.vocab > vocab:  # possible only for tokens made elsewhere
         raise _too_many(corpus, dataset.vocab, vocab)
     return dataset
-
-
-def _remake(config: DataConfig, corpus: corpora.Corpus, folder: Path, damage: shards.DamagedShards) -> None:
-    described = damage.index["tokenizer"]
-    tokenizer = None
-    if described["sha256"] and not corpus.tokenised:
-        tokenizer = tokenizers.load(folder / "tokenizer.json", described["end_of_text_token"])
-    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
-    try:
-        for number in damage.wrong:
-            building.remake(folder, damage.index, number, corpus, splitter, Tokeniser(tokenizer, 0))
-    except OSError as error:
-        raise building.cannot_write(folder, error, kept=True) from None
 
 
 def folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> str:
@@ -90,12 +79,14 @@ def folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
 
 def _build(
     config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
-    folder: Path, progress: shards.Progress | None, say: Say,
+    progress: shards.Progress | None, say: Say, folder: Path,
 ) -> None:  # fmt: skip
     """Fill `folder` with everything that `open_dataset` reads."""
     spent: defaultdict[str, float] = defaultdict(float)
     start = time.perf_counter()
-    splitter = splitting.split(corpus, config.validation_fraction, config.seed, progress=_scanning(say))
+    if corpus.bytes > _LARGE_BYTES:
+        say(f"Reading {units.bytes_(corpus.bytes)} to find which documents are held out")
+    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
     spent["read"] += time.perf_counter() - start
     start = time.perf_counter()
     tokenizer, described = _tokenizer(vocab, corpus, splitter, given, folder)
@@ -107,9 +98,8 @@ def _build(
         say(f"Going on behind {len(work.shards)} finished shards")
     workers = worker_count(config.workers, corpus.bytes)
     tokeniser = Tokeniser(None if corpus.tokenised else tokenizer, workers)
-    end = described["end_of_text"]
     try:
-        counts = building.build(work, corpus, splitter, tokeniser, end, config.shard_tokens, progress)
+        building.build(work, corpus, splitter, tokeniser, described["end_of_text"], config.shard_tokens, progress)
     except KeyboardInterrupt:
         if work.shards:
             say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
@@ -124,28 +114,15 @@ def _build(
         "skipped": _skipped(corpus, work.shards),
     }
     _check(index, folder)
-    for split in SPLITS if corpus.chat is None else ():  # separators were written but not counted
-        written = sum(shard[split]["tokens"] for shard in work.shards)
-        counts[split][end] += written - counts[split].sum()
-    baseline = loss_of_counts(*(counts[split] for split in SPLITS))
+    start = time.perf_counter()
+    train, validation = (shards.open_split(folder, index, split).learned for split in SPLITS)
+    baseline = unigram_loss(train, validation, described["vocab"])
+    spent["unigram"] += time.perf_counter() - start
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
     building.write_json(
         folder / shards.INDEX,
         {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
     )
-
-
-def _scanning(say: Say) -> shards.Progress:
-    """Return a callback that reports the progress of the first reading every few seconds."""
-    last = time.monotonic()
-
-    def progress(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= _SCAN_LINE_SECONDS:
-            last = time.monotonic()
-            say(f"Reading {units.bytes_(done)} of {units.bytes_(total)} to find which documents are held out")
-
-    return progress
 
 
 def _tokenizer(

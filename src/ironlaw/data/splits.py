@@ -7,7 +7,7 @@ same hash and are in the same split; new documents move no others; and workers n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -63,10 +63,7 @@ class Splitter:
         return number(content_key(content), self.seed)
 
 
-def split(
-    corpus: Corpus, fraction: float, seed: int, all_text: bool = True,
-    progress: Callable[[int, int], None] | None = None,
-) -> Splitter:  # fmt: skip
+def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> Splitter:
     """Scan the corpus, removing files without text from it, and decide what to hold out. UserError if none has text.
 
     `all_text = False` skips the scan of a large corpus; its documents are then assigned as they are read.
@@ -86,7 +83,7 @@ def split(
         else:
             numbers.add(number(content_key(text), seed))
 
-    corpus.scan(see, progress)
+    corpus.scan(see)
     check_has_text(corpus)
     records = [file for file in corpus.files if file.kind != "text"]
     complete = sum(file.size for file in records) <= _SMALL_BYTES

@@ -10,7 +10,7 @@ import numpy as np
 
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.packing import best_fit, concatenated, packed_report
+from ironlaw.data.packing import best_fit, concatenated
 from ironlaw.data.shards import TokenArray, TokenSplit
 from ironlaw.data.splits import SPLITS
 from ironlaw.data.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def describe(dataset: Dataset, sequence: int) -> dict[str, Any]:
         "unigram_loss": dataset.unigram_loss,
         "unigram_bits_per_byte": None if dataset.unigram_loss is None else dataset.bits_per_byte(dataset.unigram_loss),
         "sequence": sequence,
-        "packing": {"concat": concatenated(bounds, sequence), "best_fit": packed_report(best_fit(bounds, sequence))},
+        "packing": {"concat": concatenated(bounds, sequence), "best_fit": best_fit(bounds, sequence).report()},
         "sources": [
             {
                 "source": part.name,
@@ -102,14 +102,9 @@ def unigram_loss(train: TokenArray, validation: TokenArray, vocab: int) -> float
 
     Probabilities are train counts with one added to each id (Laplace), so an unseen id costs a finite loss.
     """
-    return loss_of_counts(token_counts(train, vocab), token_counts(validation, vocab))
-
-
-def loss_of_counts(train: np.ndarray, validation: np.ndarray) -> float | None:
-    """Return the same loss from the counts (vocab,) of each id."""
-    total = int(validation.sum())
+    seen, counts = token_counts(train, vocab), token_counts(validation, vocab)
+    total = int(counts.sum())
     if total == 0:
         return None
-    seen = train + 1.0
-    log_probability = np.log(seen) - np.log(seen.sum())
-    return float(-(validation @ log_probability) / total)
+    log_probability = np.log(seen + 1.0) - np.log((seen + 1.0).sum())
+    return float(-(counts @ log_probability) / total)

@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,21 @@ class _Start:
     epoch: int
     file: int
     position: int
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The tokens of a block (length,), its document bounds (documents + 1,), and its number of windows."""
+
+    start: _Start
+    tokens: np.ndarray
+    bounds: np.ndarray
+    samples: int
+
+    @property
+    def end(self) -> int:
+        """The number of the first sample after the block."""
+        return self.start.samples + self.samples
 
 
 class _Joined:
@@ -84,19 +99,25 @@ class StreamBatches:
         self._notes = stream.folder / f"positions-{seed}-{sequence}.jsonl"
         notes = (_Start(**note) for note in read_json_lines(self._notes))
         self._starts = sorted({_Start(0, 0, *corpora.START), *notes})
-        self._blocks: Generator[tuple[_Start, np.ndarray, np.ndarray], None, None] | None = None
-        self._held: deque[tuple[_Start, np.ndarray, np.ndarray]] = deque()
+        self._blocks: Generator[_Block, None, None] | None = None
+        self._kept: deque[_Block] = deque()
         self._dropped = self._seen = 0
 
     def batch(self, step: int) -> Batch[np.ndarray]:
         """Return this rank's share of step `step`."""
         batch = empty(self.share, self.sequence, self.documents)
         first = step * self.sequences_per_batch + self._rank * self.share
-        # Each rank keeps the blocks of the whole global batch: the next global batch begins after it.
         for row in range(self.share):
-            self._fill(first + row, row, batch)
-        while len(self._held) > 1 and self._held[1][0].samples <= (step + 1) * self.sequences_per_batch:
-            self._held.popleft()
+            block = self._block_of(first + row)
+            began = time.perf_counter()
+            start, within = block.start, np.array([first + row - block.start.samples])
+            key = mix(self.seed, start.epoch, start.file, start.position)
+            at = int(permuted(within, block.samples, key)[0]) * self.sequence
+            fill_window(batch, row, block.tokens[at : at + self.sequence + 1], block.bounds, at)
+            self.seconds["pack"] += time.perf_counter() - began
+        # Each rank keeps the blocks of the whole global batch: the next global batch begins after it.
+        while len(self._kept) > 1 and self._kept[0].end <= (step + 1) * self.sequences_per_batch:
+            self._kept.popleft()
         return batch
 
     def report(self) -> dict[str, Any]:
@@ -106,88 +127,68 @@ class StreamBatches:
         if self._blocks is not None:
             self._blocks.close()
         self._blocks = None
-        self._held.clear()
+        self._kept.clear()
 
-    def _fill(self, sample: int, row: int, batch: Batch[np.ndarray]) -> None:
-        start, tokens, bounds = self._block_of(sample)
-        began = time.perf_counter()
-        count = (len(tokens) - 1) // self.sequence
-        within = np.array([sample - start.samples])
-        at = int(permuted(within, count, mix(self.seed, start.epoch, start.file, start.position))[0]) * self.sequence
-        fill_window(batch, row, tokens[at : at + self.sequence + 1], bounds, at)
-        self.seconds["pack"] += time.perf_counter() - began
-
-    def _block_of(self, sample: int) -> tuple[_Start, np.ndarray, np.ndarray]:
-        for held in self._held:
-            if held[0].samples <= sample < held[0].samples + (len(held[1]) - 1) // self.sequence:
-                return held
+    def _block_of(self, sample: int) -> _Block:
+        for block in self._kept:
+            if block.start.samples <= sample < block.end:
+                return block
         nearest = self._starts[bisect.bisect_right(self._starts, sample, key=lambda start: start.samples) - 1]
-        if self._blocks is None or sample < self._held[0][0].samples or self._ends_before(nearest):
+        is_ahead = bool(self._kept) and self._kept[0].start.samples <= sample and nearest.samples <= self._kept[-1].end
+        if self._blocks is None or not is_ahead:  # before the blocks read now, or behind one that the notes skip
             self.close()
             self._blocks = self._read(nearest)
-        while True:
-            block = next(self._blocks)
-            self._held.append(block)
-            if sample < block[0].samples + (len(block[1]) - 1) // self.sequence:
+        for block in self._blocks:
+            self._kept.append(block)
+            if sample < block.end:
                 return block
+        raise AssertionError("a stream has no end")
 
-    def _ends_before(self, start: _Start) -> bool:
-        """Return whether the notes have a block that starts after the last block held."""
-        return start.samples > self._held[-1][0].samples + len(self._held[-1][1]) // self.sequence
-
-    def _read(self, start: _Start) -> Generator[tuple[_Start, np.ndarray, np.ndarray], None, None]:
-        """Yield the blocks from `start` on, epoch after epoch: start, tokens and document bounds of each."""
+    def _read(self, start: _Start) -> Generator[_Block, None, None]:
+        """Yield the blocks from `start` on, epoch after epoch."""
         tokeniser = Tokeniser(self._stream.tokenizer, self._stream.workers, min(2**19, BLOCK_BYTES // 8), by_block=True)
-        ends: deque[tuple[int, int, int]] = deque()  # (epoch, file, position) after each block that was read
-        joined, whole = _Joined(self._stream.tokenizer), 0
-        chunks = tokeniser.encode(self._pieces(start, ends))
-        try:
+        joined = _Joined(self._stream.tokenizer)
+        with closing(tokeniser.encode(self._pieces(start))) as chunks:
             for chunk in chunks:
                 self.seconds["read"], self.seconds["tokenise"] = tokeniser.read_seconds, tokeniser.seconds
                 for piece, ids in chunk:
                     if piece.content is not None:
                         joined.add(piece, ids)
-                    if piece.next is not None:  # the block ends
-                        samples = max(0, (joined.length - 1) // self.sequence)
-                        self._seen += joined.length
-                        self._dropped += joined.length - samples * self.sequence
-                        following = _Start(start.samples + samples, *ends.popleft())
-                        self._note(following)
-                        whole += samples
-                        if following.epoch != start.epoch and start.samples == 0 and not whole:
-                            raise UserError(
-                                f"the training text is shorter than one sequence of {self.sequence} tokens: lower "
-                                "model.context, or give more text in data.path"
-                            )
-                        if samples:
-                            yield start, joined.tokens(), np.array(joined.bounds)
-                        start, joined = following, _Joined(self._stream.tokenizer)
-        finally:
-            chunks.close()
+                    if piece.next is None:
+                        continue
+                    samples = max(0, (joined.length - 1) // self.sequence)
+                    self._seen += joined.length
+                    self._dropped += joined.length - samples * self.sequence
+                    following = _Start(start.samples + samples, *piece.next)
+                    self._note(following)
+                    if following.epoch != start.epoch and not following.samples:
+                        raise UserError(
+                            f"the training text is shorter than one sequence of {self.sequence} tokens: lower "
+                            "model.context, or give more text in data.path"
+                        )
+                    if samples:
+                        yield _Block(start, joined.tokens(), np.array(joined.bounds), samples)
+                    start, joined = following, _Joined(self._stream.tokenizer)
 
-    def _pieces(self, start: _Start, ends: deque[tuple[int, int, int]]) -> Iterator[TextPiece]:
-        """Yield training text without end. Only the last piece of a block has a `next`; `ends` gets its position."""
+    def _pieces(self, start: _Start) -> Iterator[TextPiece]:
+        """Yield training text without end. Only the last piece of a block has a `next`: (epoch, file, position)."""
         epoch, cursor = start.epoch, (start.file, start.position)
         while True:
-            held, found = 0, 0
-            corpus = self._stream.files(self.seed, epoch)
-            for piece in pieces_of(corpus, self._stream.splitter, cursor):
-                wanted = piece.content is not None and piece.split == "train"
-                found += wanted
-                held += piece.bytes if wanted else 0
-                full = piece.next is not None and held >= BLOCK_BYTES
+            size, found = 0, False
+            for piece in pieces_of(self._stream.files(self.seed, epoch), self._stream.splitter, cursor):
+                if wanted := piece.content is not None and piece.split == "train":
+                    found = True
+                    size += piece.bytes
+                full = piece.next is not None and size >= BLOCK_BYTES
                 if full:
-                    assert piece.next is not None
-                    ends.append((epoch, *piece.next))
-                    held = 0
+                    size = 0
                 if full or wanted:
-                    content = piece.content if wanted else None
-                    yield dataclasses.replace(piece, content=content, next=piece.next if full else None)
+                    following = (epoch, *piece.next) if full and piece.next is not None else None
+                    yield dataclasses.replace(piece, content=piece.content if wanted else None, next=following)
             if not found and cursor == corpora.START:
                 raise UserError(f"{self._stream.corpus.root} has no training text: give more in data.path")
             epoch, cursor = epoch + 1, corpora.START
-            ends.append((epoch, *cursor))
-            yield TextPiece("train", None, 0, True, cursor, 0)  # a block never spans two epochs
+            yield TextPiece("train", None, 0, True, (epoch, *cursor), 0)  # a block never spans two epochs
 
     def _note(self, start: _Start) -> None:
         if start in self._starts:
@@ -228,16 +229,16 @@ def _held_out(
 ) -> TokenSplit:
     """Return the first held-out documents, tokenised: about `_VALIDATION_BYTES` of text."""
     chosen: list[TextPiece] = []
-    held = 0
+    size = 0
     for piece in pieces_of(corpus, splitter):
         if piece.content is not None and piece.split == "validation":
             chosen.append(piece)
-            held += piece.bytes
-            if held >= _VALIDATION_BYTES and piece.last:
+            size += piece.bytes
+            if size >= _VALIDATION_BYTES and piece.last:
                 break
     if not chosen:
         raise splitting.nothing_held_out(path)
     joined = _Joined(tokenizer)
     for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
         joined.add(piece, ids)
-    return TokenSplit(joined.tokens(), np.array(joined.bounds), held)
+    return TokenSplit(joined.tokens(), np.array(joined.bounds), size)

@@ -9,9 +9,10 @@ The order of the results is the order of the documents, whatever the number of w
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from ironlaw.data.splits import Split, Splitter
 _WORTH_PROCESSES_BYTES = 2**25
 # A core makes 0.75 million tokens per second (BPE of 32,000 entries, EPYC); this process needs about 70 ns per token.
 _WORTH_PROCESSES_CORES = 8
-_BATCHES_AHEAD = 2  # batches in the threads: when one ends, the next keeps them busy
 _CHUNK_BYTES = 2**19  # sent to a worker at a time: a fraction of a second of work
 
 
@@ -38,7 +38,7 @@ class TextPiece:
     content: Content | None
     bytes: int  # of UTF-8 text
     last: bool  # the document ends here
-    next: Cursor | None  # where reading continues; None in the middle of a file's document
+    next: tuple[int, ...] | None  # where reading continues, a Cursor; None in the middle of a file's document
     done_bytes: int
     reason: str = ""
 
@@ -94,44 +94,29 @@ class Tokeniser:
 
     def encode(self, source: Iterator[TextPiece]) -> Generator[Chunk, None, None]:
         """Yield lists of pieces with their ids. When the caller stops, work in progress is finished or dropped."""
-        if self._tokenizer is None:
+        tokenizer = self._tokenizer
+        if tokenizer is None:
             for chunk in self._chunks(source, self._here_bytes):
                 yield list(zip(chunk, _ids_of(chunk, []), strict=True))
         elif self._workers:
-            yield from self._by_processes(source, self._tokenizer)
-        else:
-            yield from self._by_threads(source, self._tokenizer)
+            start = (tokenizers.start_worker, tokenizer.path, tokenizer.end_of_text_token)
+            with ProcessPool(self._workers, "data.workers", *start) as pool:
+                submit = partial(pool.submit, tokenizers.encode_in_worker)
+                yield from self._encode(source, submit, self._chunk_bytes, self._workers, 2 * self._workers + 1)
+        else:  # the library releases the interpreter's lock: two batches run while this thread reads
+            with ThreadPoolExecutor(2, "tokenise") as threads:
+                encode = tokenizer.encode_timed
+                yield from self._encode(source, lambda texts: threads.submit(encode, texts), self._here_bytes, 2, 2)
 
-    def _by_threads(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
-        """Encode in threads. The library releases the interpreter's lock: two batches run while this thread reads."""
-
-        def timed(texts: list[str]) -> tuple[list[np.ndarray], float]:
-            start = time.perf_counter()
-            return tokenizer.encode_many(texts) if texts else [], time.perf_counter() - start
-
-        pool = ThreadPoolExecutor(_BATCHES_AHEAD, "tokenise")
-        try:
-            chunks = self._chunks(source, self._here_bytes)
-            for chunk, (encoded, seconds) in in_order(chunks, lambda c: pool.submit(timed, _texts(c)), _BATCHES_AHEAD):
-                self.seconds += seconds / _BATCHES_AHEAD
-                yield list(zip(chunk, _ids_of(chunk, encoded), strict=True))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
-    def _by_processes(self, source: Iterator[TextPiece], tokenizer: tokenizers.Tokenizer) -> Iterator[Chunk]:
-        pool = ProcessPool(
-            self._workers, "data.workers", tokenizers.start_worker, tokenizer.path, tokenizer.end_of_text_token
-        )
-        try:
-            chunks, ahead = self._chunks(source, self._chunk_bytes), 2 * self._workers + 1
-            with pool.working():
-                submit = lambda c: pool.submit(tokenizers.encode_in_worker, _texts(c))  # noqa: E731
-                for chunk, (ids, lengths, seconds) in in_order(chunks, submit, ahead):
-                    self.seconds += seconds / self._workers
-                    parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
-                    yield list(zip(chunk, _ids_of(chunk, parts), strict=True))
-        finally:
-            pool.close()
+    def _encode(
+        self, source: Iterator[TextPiece], submit: Callable[[list[str]], Future[tuple[list[np.ndarray], float]]],
+        size: int, parallel: int, ahead: int,
+    ) -> Iterator[Chunk]:  # fmt: skip
+        """Encode chunks of `size` bytes, `parallel` at once, with `ahead` more in progress than are waited for."""
+        texts_of = lambda chunk: [p.content for p in chunk if isinstance(p.content, str)]  # noqa: E731
+        for chunk, (encoded, seconds) in in_order(self._chunks(source, size), lambda c: submit(texts_of(c)), ahead):
+            self.seconds += seconds / parallel
+            yield list(zip(chunk, _ids_of(chunk, encoded), strict=True))
 
     def _chunks(self, source: Iterator[TextPiece], size: int) -> Iterator[list[TextPiece]]:
         chunk: list[TextPiece] = []
@@ -149,10 +134,6 @@ class Tokeniser:
                 chunk, held = [], 0
         if chunk:
             yield chunk
-
-
-def _texts(chunk: list[TextPiece]) -> list[str]:
-    return [piece.content for piece in chunk if isinstance(piece.content, str)]
 
 
 def _ids_of(chunk: list[TextPiece], encoded: list[np.ndarray]) -> Iterator[np.ndarray]:

@@ -131,6 +131,21 @@ class Tokenizer:
         """Ids that end a text: the end of text, and the ids at which the tokenizer's model stops."""
         return {self.end_of_text, self.end, *self._stated("eos_token_id")}
 
+    def check_ends(self, vocab: int) -> None:
+        """Raise UserError if the model's files name an end of text that is not among its `vocab` tokens."""
+        named = self._named("eos_token")
+        if named is not None and self.inner.token_to_id(named) is None:
+            raise UserError(
+                f'{self.home / "tokenizer_config.json"} names eos_token "{named}", which the tokenizer does not have: '
+                "name one that it has"
+            )
+        outside = [number for number in self._stated("eos_token_id") if not 0 <= number < vocab]
+        if outside:
+            raise UserError(
+                f"{self.home} has eos_token_id = {outside[0]} in {GENERATION} or config.json, and the model {vocab} "
+                "tokens: correct it there"
+            )
+
     @property
     def end(self) -> int:
         """The id that the tokenizer's model names as its end, which may be that of a turn; else the end of text."""
@@ -159,6 +174,11 @@ class Tokenizer:
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         # `array` reads the list of ids three times as fast as numpy does.
         return [np.frombuffer(array("I", encoding.ids), dtype=np.uintc) for encoding in encodings]
+
+    def encode_timed(self, texts: Sequence[str]) -> tuple[list[np.ndarray], float]:
+        """Return the ids of each text, and the seconds it took."""
+        start = time.perf_counter()
+        return self.encode_many(texts), time.perf_counter() - start
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
@@ -246,14 +266,9 @@ def start_worker(path: Path, end_of_text: str) -> None:
     _of_worker = load(path, end_of_text)
 
 
-def encode_in_worker(texts: list[str]) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the concatenated ids, the number of ids of each text, and the seconds it took."""
+def encode_in_worker(texts: list[str]) -> tuple[list[np.ndarray], float]:
     assert _of_worker is not None
-    began = time.perf_counter()
-    encoded = _of_worker.encode_many(texts)
-    lengths = np.array([len(ids) for ids in encoded], dtype=np.int64)
-    together = np.concatenate(encoded) if encoded else np.empty(0, np.uintc)
-    return together, lengths, time.perf_counter() - began
+    return _of_worker.encode_timed(texts)
 
 
 def rate(sample_bytes: int = 2_000_000) -> float:

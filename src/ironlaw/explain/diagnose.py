@@ -8,12 +8,12 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule, Tier
+from ironlaw.explain.rule import Axis, Reading, Rule, Tier
 from ironlaw.explain.rules import RULES
 
-FEWEST_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
+MIN_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
 EXPLAINS = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
-MOST_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
+MAX_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Finding:
 
     @property
     def tier(self) -> Tier:
-        return Tier.NOTICE if self.slight and self.cause.tier is Tier.SEEN else self.cause.tier
+        return Tier.NOTICE if self.slight and self.cause.tier is Tier.FAULT else self.cause.tier
 
     @property
     def fault(self) -> bool:
-        return self.tier in (Tier.SEEN, Tier.BEYOND) and not self.slight
+        return self.tier in (Tier.FAULT, Tier.BEYOND) and not self.slight
 
     @property
     def weight(self) -> float:
@@ -96,11 +96,12 @@ def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
 def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
     findings, not_tested = [], []
     for rule in rules:
-        value = rule.measure(evidence)
-        if value is None:
+        reading = rule.measure(evidence)
+        share = reading.share if isinstance(reading, Reading) else reading
+        if reading is None or share is None:
             not_tested.append(rule.name)
-        elif value >= rule.least:
-            findings.append(Finding(rule, value, *rule.state(evidence, value)))
+        elif share >= rule.minimum:
+            findings.append(Finding(rule, share, *rule.describe(evidence, reading)))
 
     def place(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
@@ -118,9 +119,9 @@ def _insufficient(evidence: RunEvidence) -> str | None:
     if all(row.measured is None for row in evidence.gap.phases):
         return "the phases of the step were not timed"
     recorded = evidence.fact("source") == "trace"  # whoever traces has chosen the steps
-    if not recorded and evidence.steps is not None and evidence.steps < FEWEST_STEPS:
-        return f"the run has {evidence.steps} steps, and fewer than {FEWEST_STEPS} are mostly warm-up"
-    if evidence.unattributed is not None and abs(evidence.unattributed) > MOST_UNATTRIBUTED:
+    if not recorded and evidence.steps is not None and evidence.steps < MIN_STEPS:
+        return f"the run has {evidence.steps} steps, and fewer than {MIN_STEPS} are mostly warm-up"
+    if evidence.unattributed is not None and abs(evidence.unattributed) > MAX_UNATTRIBUTED:
         return f"{units.percent(evidence.unattributed, 0)} of the step has no name"
     return None
 

@@ -11,7 +11,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import JOULES_PER_KWH
 
 GRID = "world"
-IDLEST = 0.5  # of a board's power limit: a training step that waits a lot still draws about half of it
+MIN_POWER_SHARE = 0.5  # of a board's power limit: a training step that waits a lot still draws about half of it
 
 
 def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
@@ -56,4 +56,4 @@ def _watts(run: Ledger) -> tuple[float, float, str] | None:
     if board.tdp_watts is None:
         return None
     limit = float(board.tdp_watts.value)
-    return IDLEST * limit, limit, f"a board of {board.name}, {IDLEST * limit:.0f} to {limit:.0f} W"
+    return MIN_POWER_SHARE * limit, limit, f"a board of {board.name}, {MIN_POWER_SHARE * limit:.0f} to {limit:.0f} W"

@@ -10,7 +10,7 @@ from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, rel
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
 RUN_AGAIN = (RECOMPUTED_SUFFIX, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
-LEAST_HOST = 0.1  # of the host's profiled seconds: some calling there always is
+MIN_HOST = 0.1  # of the host's profiled seconds: some calling there always is
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 
@@ -119,7 +119,7 @@ def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
     for phase, seconds in run.phase_seconds.items():
         work, calling = operations.get(phase) or 0.0, host.get(phase) or 0.0
         if work + calling > 0:
-            left = min(calling, max(LEAST_HOST * calling, seconds - work)) if seconds < work + calling else calling
+            left = min(calling, max(MIN_HOST * calling, seconds - work)) if seconds < work + calling else calling
             scale[phase] = seconds / (work + left)
             of_host[phase] = scale[phase] * left / calling if calling else 1.0
 

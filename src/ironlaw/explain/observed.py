@@ -13,7 +13,7 @@ from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.explanation import Explanation, explained
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import AS_IT_IS, REMEDIES, ObservedPlans
+from ironlaw.explain.observed_remedies import REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
@@ -58,30 +58,32 @@ def _share_keys(plan: Ledger, run: Ledger) -> None:
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:
     profile = profile or _profile_of(run)
-    variants: dict[str, Ledger] = {}
+    plans: tuple[Ledger, Ledger] | None = None
     operations = run_dir / OPERATIONS_FILE
     if operations.is_file():
         document = read_json(operations)
-        _add_shapes(document, run)
+        where = document["columns"].index("matmul")
+        run.facts["product_shapes"] = [row[where] for row in document["operations"] if row[where]]
+        run.facts["score_products"] = score_products(document)
         if profile is not None and "step_seconds" in plan.totals:
-            variants = _variants(document, run, profile)
-    return find(ObservedPlans(plan, run, gap, variants=variants), REMEDIES)
+            plans = _plan_batches(document, run, profile)
+    return find(ObservedPlans(plan, run, gap, batches=plans), REMEDIES)
 
 
-def _variants(document: dict[str, Any], run: Ledger, profile: Profile) -> dict[str, Ledger]:
-    """Plans of the module run otherwise, each scaled to the samples of one step of the run."""
+def _plan_batches(document: dict[str, Any], run: Ledger, profile: Profile) -> tuple[Ledger, Ledger] | None:
+    """Plans of the run as it was, and with the larger micro-batch for the same samples. Both are made now: what is
+    known of this machine may have changed since the plan was kept."""
     from ironlaw.plan.module import plan_trace
     from ironlaw.workload.trace_store import trace_from_json
 
-    accumulation, made = int(run.facts.get("accumulation") or 1), {}
-    # The run as it was too, planned now: what is known of this machine may have changed since its plan was kept.
-    for name, variant in {AS_IT_IS: document, **document.get("variants", {})}.items():
-        merged = name == "larger_batch"
-        again = 1 if merged else accumulation
-        made[name] = plan = plan_trace(trace_from_json(variant), profile, accumulation=again, loop=_loop(run))
-        if merged:
-            plan.totals["step_seconds"] = plan.totals["step_seconds"].scaled(accumulation / larger_by(run.facts))
-    return made
+    larger = document.get("variants", {}).get("larger_batch")
+    if larger is None:
+        return None
+    accumulation, loop = int(run.facts.get("accumulation") or 1), _loop(run)
+    now = plan_trace(trace_from_json(document), profile, accumulation=accumulation, loop=loop)
+    then = plan_trace(trace_from_json(larger), profile, accumulation=1, loop=loop)
+    then.totals["step_seconds"] = then.totals["step_seconds"].scaled(accumulation / larger_by(run.facts))
+    return now, then
 
 
 def _loop(run: Ledger) -> Loop | None:
@@ -94,12 +96,6 @@ def _loop(run: Ledger) -> Loop | None:
     return Loop(
         TypeAdapter(tuple[Update, ...]).validate_python(updates), clips, run.facts["device"] != "cpu", gradients
     )
-
-
-def _add_shapes(document: dict[str, Any], run: Ledger) -> None:
-    where = document["columns"].index("matmul")
-    run.facts["product_shapes"] = [row[where] for row in document["operations"] if row[where]]
-    run.facts["score_products"] = score_products(document)
 
 
 def _add_ranks(run_dir: Path, run: Ledger) -> None:

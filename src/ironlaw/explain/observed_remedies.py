@@ -4,8 +4,8 @@ could be run, from what was measured, or from a small experiment at the end of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ironlaw.explain.evidence import RunEvidence
@@ -16,29 +16,28 @@ from ironlaw.explain.rules_of_devices import useless_exchanges
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 
-AS_IT_IS = "as it is"  # the variant that the others are compared with
-LEAST_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
+MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 FEWER = 10  # times, evaluations and checkpoints
 BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds of this run"
 
 
 @dataclass(frozen=True)
 class ObservedPlans(RunEvidence):
-    """What a remedy may look at. `variants`: name -> plan of one micro-batch step run that way, on the same machine."""
+    """What a remedy may look at. `batches`: plans of a step on the same machine, as it is and with larger micro-batches
+    for the same samples."""
 
-    variants: Mapping[str, Ledger] = field(default_factory=dict)
+    batches: tuple[Ledger, Ledger] | None = None
 
     @cached_property
     def timed(self) -> list[Line]:
         """The run's lines, so that each phase sums to its measured seconds."""
         return reconcile(self.run)[0].lines
 
-    def saved(self, variant: str) -> float | None:
+    def saved_by_batch(self) -> float | None:
         """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
-        now, other = self.variants.get(AS_IT_IS, self.plan), self.variants.get(variant)
-        if other is None or "step_seconds" not in now.totals:
+        if self.batches is None:
             return None
-        planned, otherwise = (plan.totals["step_seconds"].value for plan in (now, other))
+        planned, otherwise = (plan.totals["step_seconds"].value for plan in self.batches)
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
         without_delays = 1 - min(0.95, float(self.fact("delayed_seconds") or 0.0) / (self.step or 1.0))
         return (1 - otherwise / planned) * min(busy, planned / (self.fact("machine_speed") or without_delays))
@@ -121,7 +120,7 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
     samples."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
-        saved, accumulation = now.saved("larger_batch"), int(now.fact("accumulation") or 1)
+        saved, accumulation = now.saved_by_batch(), int(now.fact("accumulation") or 1)
         if saved is None or (accumulation > 1) is not merged:
             return []
         how = f"a micro-batch of {(accumulation if merged else 8) * int(now.fact('batch') or 1)}"
@@ -240,16 +239,16 @@ REMEDIES: tuple[RemedyKind, ...] = (
     ),
     RemedyKind(
         "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
-        COMPARE, _type("bf16", BF16), least=LEAST_PLANNED,
+        COMPARE, _type("bf16", BF16), min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger micro-batches", "one forward pass is too little work for what calling it costs", Effect.NONE,
-        "takes more memory", _batch(merged=True), least=LEAST_PLANNED,
+        "takes more memory", _batch(merged=True), min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger batches, fewer steps", "one forward pass is too little work for what calling it costs",
         Effect.TRAINING, "fewer updates for the same samples: retune the learning rate", _batch(merged=False),
-        least=LEAST_PLANNED,
+        min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "attention", "Fuse attention", "attention writes its scores to memory", Effect.ROUNDING, BITS, _attention,

@@ -30,7 +30,7 @@ from ironlaw.plan.step import plan_run
 
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
 ATTENTION_SHARE = 0.20
-WIDEST_HEAD = 128  # wider than any head in use
+MAX_HEAD_SIZE = 128  # wider than any head in use
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _wider_heads(now: Situation) -> Iterable[Settings]:
     return [
         {"model.heads": model.heads // factor}
         for factor in (2, 4)
-        if model.heads % factor == 0 and model.size_of_head * factor <= WIDEST_HEAD
+        if model.heads % factor == 0 and model.size_of_head * factor <= MAX_HEAD_SIZE
     ]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-LEAST_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
+MIN_GAIN = 0.02  # below this a gain is within the noise of two runs of the same config
 EVALUATION_SHARE = 0.05
 CHECKPOINT_SHARE = 0.05
 
@@ -81,7 +81,7 @@ class RemedyKind:
     risk: str
     propose: Callable[[Any], Iterable[Settings | Proposal]]
     saves_memory: bool = False  # judged by bytes, and allowed to cost time
-    least: float = LEAST_GAIN  # gain from which on it is worth a line
+    min_gain: float = MIN_GAIN  # gain from which on it is worth a line
 
 
 def find(
@@ -92,7 +92,7 @@ def find(
     found = []
     for kind in kinds:
         judged = (p if isinstance(p, Proposal) else judge(kind, p) if judge else None for p in kind.propose(now))
-        best = max((p for p in judged if p is not None and p.gain >= kind.least), key=lambda p: p.gain, default=None)
+        best = max((p for p in judged if p is not None and p.gain >= kind.min_gain), key=lambda p: p.gain, default=None)
         if best is not None:
             own = {"title": best.title or kind.title, "name": kind.name, "effect": kind.effect, "risk": kind.risk}
             found.append(Remedy(**vars(best) | own, precondition=kind.precondition))

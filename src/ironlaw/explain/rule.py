@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Any
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.units import percent, seconds
@@ -20,10 +21,10 @@ class Axis(StrEnum):
 
 
 class Tier(IntEnum):
-    """In which order findings are named; within a tier the one that costs the most comes first. A machine that was slow
-    slows everything, what the code does included, and a faster one leaves that as large a share of the step."""
+    """The order in which findings are named; within a tier the one that costs the most comes first. A slow machine
+    slows everything, including what the code does, and a faster one leaves that as large a share of the step."""
 
-    SEEN = 0  # a fault that shows in the run itself
+    FAULT = 0  # a fault that shows in the run itself
     NOTICE = 1  # one that costs little here
     OFFER = 2  # no fault: what another precision, batch, kernel or model would take
     BEYOND = 3  # time beyond a plan, or a machine that was slow
@@ -31,46 +32,58 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The share of time that a rule measured, with the words of its sentence and the figures behind it."""
+
+    share: float
+    figures: list[str] = field(default_factory=list)
+    words: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Rule:
     """`measure` is None when the run does not tell; the rule fires at `threshold` and above. With nothing but offers,
     notices and ceilings the run is healthy.
 
-    In a `sentence` of text, `{share}` is the value with a decimal, `{percent}` without, and the fields of the fact that
-    `placed` names (the worst, of several) have their names. Without `figures` those are the facts named and the value.
+    In a `sentence`, `{share}` is the value with a decimal, `{percent}` without, and the words of a `Reading` and the
+    fields of the fact that `placed` names (the worst, of several) have their names. Without a `Reading` and `figures`
+    the figures are the facts named and the value.
     """
 
     name: str
     axis: Axis
     threshold: float
-    measure: Callable[[RunEvidence], float | None]
-    sentence: str | Callable[[RunEvidence], tuple[str, list[str]]]  # a text, or what tells it with the figures
+    measure: Callable[[RunEvidence], float | Reading | None]
+    sentence: str
     advice: str
     source: str  # why the threshold is where it is
     figures: Callable[[RunEvidence], list[str]] | None = None
     facts: tuple[str, ...] = ()
     placed: str = ""  # a fact with a line of code, which becomes the first figure
-    tier: Tier = Tier.SEEN
+    tier: Tier = Tier.FAULT
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     eased_by: str = ""  # a rule whose remedy takes this cost away too: named first where what else it saves is more
     noticed: float | None = None  # from here on, below the threshold, a notice: it would cost more elsewhere
 
     @property
-    def least(self) -> float:
+    def minimum(self) -> float:
         """The value from which on it is named at all."""
         return self.threshold if self.noticed is None else self.noticed
 
-    def state(self, evidence: RunEvidence, value: float) -> tuple[str, list[str]]:
-        """The sentence, and the figures behind it."""
+    def describe(self, evidence: RunEvidence, reading: float | Reading) -> tuple[str, list[str]]:
+        """Returns the sentence, and the figures behind it."""
         found = evidence.fact(self.placed) if self.placed else {}
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
         place = found.get("place") or (evidence.fact("places") or {}).get(self.name)
         figures = [*([place] if place else []), *found.get("lines", [])]
-        if callable(self.sentence):
-            sentence, told = self.sentence(evidence)
-            return sentence, figures + told
-        if self.figures is not None:
+        if isinstance(reading, Reading):
+            value, found = reading.share, found | reading.words
+            figures += reading.figures
+        elif self.figures is not None:
+            value = reading
             figures += self.figures(evidence)
         else:
+            value = reading
             known = [(name, evidence.fact(name)) for name in self.facts]
             figures += [f"{name.replace('_', ' ')}: {fact}" for name, fact in known if fact is not None]
             figures.append(f"{percent(value)}, of a step of {seconds(evidence.step)}")

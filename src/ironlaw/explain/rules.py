@@ -8,7 +8,7 @@ loop is written, or to `rules_of_devices.py` where it is about what it runs on.
 from __future__ import annotations
 
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Rule, Tier
+from ironlaw.explain.rule import Axis, Reading, Rule, Tier
 from ironlaw.explain.rules_of_code import CODE_RULES, logging_share
 from ironlaw.explain.rules_of_devices import DEVICE_RULES
 from ironlaw.ledger import Kind, Phase
@@ -20,19 +20,17 @@ OFF_PLAN, EVALUATIONS = 0.10, 0.10
 LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
 
 
-def _off_plan(e: RunEvidence) -> float | None:
+def _off_plan(e: RunEvidence) -> Reading | None:
     worst = e.most_off_plan()
     if worst is None or e.step is None:
         return None
-    over = max(0.0, worst[1] - worst[2] - e.tolerance * worst[1]) / e.step
-    return min(over, OFF_PLAN - NEXT_TO) if e.tolerance else over  # nobody fitted the plan to a module that is not ours
-
-
-def _tell_off_plan(e: RunEvidence) -> tuple[str, list[str]]:
-    kind, measured, planned = e.most_off_plan() or ("", 0.0, 0.0)
-    here = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
+    kind, measured, planned = worst
+    over = max(0.0, measured - planned - e.tolerance * measured) / e.step
+    if e.tolerance:  # nobody fitted the plan to a module that is not ours
+        over = min(over, OFF_PLAN - NEXT_TO)
+    figure = f"{kind}: measured {seconds(measured)}, planned {seconds(planned)} at the machine's speed"
     times = f"{measured / planned:.2f} times what this machine was measured to need for them" if planned else ""
-    return f"Operations of kind {kind} take {times or 'time that was not planned'}.", [here]
+    return Reading(over, [figure], {"kind": kind, "times": times or "time that was not planned"})
 
 
 def _evaluations(e: RunEvidence) -> float | None:
@@ -41,18 +39,14 @@ def _evaluations(e: RunEvidence) -> float | None:
     return share if share is None or (e.fact("rollouts") or 0.0) < 0.5 else min(share, EVALUATIONS - NEXT_TO)
 
 
-def _throughout(e: RunEvidence) -> float | None:
+def _throughout(e: RunEvidence) -> Reading | None:
     both = e.slower_throughout()
-    return None if both is None else max(0.0, (both[0] - both[1]) / both[0] - e.tolerance)
-
-
-def _tell_throughout(e: RunEvidence) -> tuple[str, list[str]]:
-    measured, planned = e.slower_throughout() or (0.0, 1.0)
-    here = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
-    return (
-        f"Everything ran slower than this machine can: the step took {measured / planned:.2f} times its plan, in every "
-        "kind of operation."
-    ), [here, *_others(e)]
+    if both is None:
+        return None
+    measured, planned = both
+    figure = f"step {seconds(measured)}, planned {seconds(planned)} at the speed seen; every kind is over"
+    share = max(0.0, (measured - planned) / measured - e.tolerance)
+    return Reading(share, [figure, *_others(e)], {"times": f"{measured / planned:.2f}"})
 
 
 def _beyond(e: RunEvidence, share: float | None) -> float | None:
@@ -61,7 +55,7 @@ def _beyond(e: RunEvidence, share: float | None) -> float | None:
     return share if share is None or not e.tolerance else min(share - e.tolerance, SHAPE - NEXT_TO)
 
 
-def _slow(e: RunEvidence, neighbours: bool) -> float | None:
+def _slow(e: RunEvidence, neighbours: bool) -> Reading | None:
     """How much slower than planned the machine was: by what `neighbours` did, or by what can be found on it.
 
     A guest of a shared host on which nothing else ran: what slowed it is out of its sight and reach, and passes.
@@ -69,15 +63,15 @@ def _slow(e: RunEvidence, neighbours: bool) -> float | None:
     if e.machine_speed is None:
         return None
     theirs = bool(e.fact("virtual")) and (e.fact("other_load") or 0.0) <= MAX_OTHER_LOAD
-    return max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
-
-
-def _tell_slow(e: RunEvidence) -> tuple[str, list[str]]:
     speed = percent(e.machine_speed, 0)
-    return (
-        "The machine was slower than it typically is: the same kernels ran at "
-        f"{speed} of the speed that was planned with."
-    ), [f"kernels repeated during the run: {speed} of their planned speed", *_others(e)]
+    figure = f"kernels repeated during the run: {speed} of their planned speed"
+    share = max(0.0, 1.0 - e.machine_speed) if theirs is neighbours else 0.0
+    return Reading(share, [figure, *_others(e)], {"speed": speed})
+
+
+SLOW = (
+    "The machine was slower than it typically is: the same kernels ran at {speed} of the speed that was planned with."
+)
 
 
 def _others(e: RunEvidence) -> list[str]:
@@ -99,10 +93,20 @@ STAGES = {
 }
 
 
-def _input_share(e: RunEvidence) -> float | None:
+def _input(e: RunEvidence) -> Reading | None:
     """Waiting for a batch, what the line that asks for it does besides, and copying it to the device."""
     waiting, copying = e.phase_share(Phase.DATA), e.phase_share(Phase.TRANSFER)
-    return copying if waiting is None else waiting + _own_share(e) * _at_loader(e) + (copying or 0.0)
+    share = copying if waiting is None else waiting + _own_share(e) * _at_loader(e) + (copying or 0.0)
+    if share is None:
+        return None
+    stage = "copy" if (copying or 0.0) > (waiting or 0.0) else str(e.fact("data_stage"))
+    figures = [*e.line_figures(Phase.DATA), f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
+    if stage == "copy":
+        figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
+    elif stage in STAGES:
+        busy = percent(e.fact("data_cpu_fraction"), 0)
+        figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
+    return Reading(share, figures, {"where": STAGES.get(stage, "")})
 
 
 def _at_loader(e: RunEvidence) -> float:
@@ -129,19 +133,6 @@ def _undelayed(e: RunEvidence) -> float:
     return max(0.05, 1 - float(e.fact("delayed_seconds") or 0.0) / (e.step or 1.0))
 
 
-def _tell_input(e: RunEvidence) -> tuple[str, list[str]]:
-    copies = (e.phase_share(Phase.TRANSFER) or 0.0) > (e.phase_share(Phase.DATA) or 0.0)
-    stage = "copy" if copies else str(e.fact("data_stage"))
-    figures = [*e.line_figures(Phase.DATA), f"data wait {_phase_seconds(e, Phase.DATA)} of a step of {seconds(e.step)}"]
-    if stage == "copy":
-        figures.append(f"copies {_phase_seconds(e, Phase.TRANSFER)} (pin_memory=True, non_blocking=True)")
-    elif stage in STAGES:
-        busy = percent(e.fact("data_cpu_fraction"), 0)
-        figures.append(f"in {e.fact('data_place')}; the thread computed {busy} of the wait")
-    passes, where = percent(_input_share(e)), STAGES.get(stage, "")
-    return f"The step waits for data: {passes} of it passes before the next batch is there{where}.", figures
-
-
 def _host_share(e: RunEvidence) -> float | None:
     """The loop's own time, less what is known to be logging, input or a module beside the observed one (a teacher), and
     what any loop takes."""
@@ -161,19 +152,23 @@ def _overhead_figures(e: RunEvidence) -> list[str]:
     return [f"{calls} calls per step that take about as long as calling them", *e.line_figures(Phase.FORWARD)]
 
 
-def _tell_attention(e: RunEvidence) -> tuple[str, list[str]]:
+def _attention_slow(e: RunEvidence) -> Reading | None:
+    share = _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL)))
+    if share is None:
+        return None
     flops = (e.planned_flops(Kind.ATTENTION) or 0.0) / (e.plan.flops() or 1)
-    share = percent(e.kind_share(Kind.ATTENTION), 0)
     attention, products = (rate(e.rate(kind), "FLOP") for kind in (Kind.ATTENTION, Kind.MATMUL))
-    sentence = f"Attention binds: it takes {share} of the step for {percent(flops, 0)} of the FLOPs."
-    return sentence, [f"attention attains {attention}, matrix products {products}"]
+    words = {"taken": percent(e.kind_share(Kind.ATTENTION), 0), "flops": percent(flops, 0)}
+    return Reading(share, [f"attention attains {attention}, matrix products {products}"], words)
 
 
-def _tell_narrow(e: RunEvidence) -> tuple[str, list[str]]:
-    attained, peak = e.rate(Kind.MATMUL) or 0.0, e.peak_rate() or 1.0
-    part, figure = percent(attained / peak, 0), f"matrix products {rate(attained, 'FLOP')} of {rate(peak, 'FLOP')}"
-    sentence = f"The model is too narrow for this machine: its matrix products attain {part} of what large ones do."
-    return sentence, [f"{figure} measured on large ones"]
+def _model_narrow(e: RunEvidence) -> Reading | None:
+    attained, peak = e.rate(Kind.MATMUL), e.peak_rate()
+    share = _beyond(e, e.excess_share(Kind.MATMUL, peak))
+    if share is None or attained is None or peak is None:
+        return None
+    figure = f"matrix products {rate(attained, 'FLOP')} of {rate(peak, 'FLOP')} measured on large ones"
+    return Reading(share, [figure], {"part": percent(attained / peak, 0)})
 
 
 def _compute_figures(e: RunEvidence) -> list[str]:
@@ -199,7 +194,8 @@ def _wall(e: RunEvidence, name: str) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        "input_bound", Axis.DATA, 0.10, _input_share, _tell_input,
+        "input_bound", Axis.DATA, 0.10, _input,
+        "The step waits for data: {share} of it passes before the next batch is there{where}.",
         "put data.cache on faster storage; `--set data.mock=true` trains on random tokens and shows what data costs",
         "prefetched batches wait under 1%; 10% is where a faster input pays more than any kernel here", noticed=0.05,
     ),
@@ -227,19 +223,21 @@ RULES: tuple[Rule, ...] = (
         _overhead_figures, tier=Tier.OFFER,
     ),
     Rule(
-        "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), _tell_slow,
+        "machine_slow", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=False), SLOW,
         "look for other processes, a power limit or heat; `ironlaw measure` again if it stays so",
         "the plan already allows for the interference that is typical here; what is left over stays under 7%",
         tier=Tier.BEYOND,
     ),
     Rule(
-        "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), _tell_slow,
+        "host_shared", Axis.MACHINE, 0.07, lambda e: _slow(e, neighbours=True), SLOW,
         "nothing in the training; if it stays so, the plan learns it from the next runs, or `ironlaw measure` again",
         "as machine_slow, on a virtual machine where no other program ran: its neighbours' doing",
         tier=Tier.CEILING,
     ),
     Rule(
-        "slower_throughout", Axis.MACHINE, 0.15, _throughout, _tell_throughout,
+        "slower_throughout", Axis.MACHINE, 0.15, _throughout,
+        "Everything ran slower than this machine can: the step took {times} times its plan, in every kind of "
+        "operation.",
         "look for other programs on the same cores (`top`), and for more threads than free cores",
         "no single operation explains it, and it is more than what plan and machine vary by",
         tier=Tier.BEYOND,
@@ -274,15 +272,16 @@ RULES: tuple[Rule, ...] = (
         lambda e: _wall(e, "checkpoint"),
     ),
     Rule(
-        "attention_slow", Axis.ALGORITHM, SHAPE,
-        lambda e: _beyond(e, e.excess_share(Kind.ATTENTION, e.rate(Kind.MATMUL))), _tell_attention,
+        "attention_slow", Axis.ALGORITHM, SHAPE, _attention_slow,
+        "Attention binds: it takes {taken} of the step for {flops} of the FLOPs.",
         "fewer and wider heads, shorter sequences, or a precision in which attention is fast here",
         "time above what the same FLOPs take as matrix products of this run", tier=Tier.OFFER,
         noticed=SHAPE - NEXT_TO,
     ),
     Rule(
-        "model_narrow", Axis.ALGORITHM, SHAPE, lambda e: _beyond(e, e.excess_share(Kind.MATMUL, e.peak_rate())),
-        _tell_narrow, "a wider model.hidden with fewer layers, or a larger train.micro_batch",
+        "model_narrow", Axis.ALGORITHM, SHAPE, _model_narrow,
+        "The model is too narrow for this machine: its matrix products attain {part} of what large ones do.",
+        "a wider model.hidden with fewer layers, or a larger train.micro_batch",
         "time above what the same FLOPs take at the rate of large products on this machine",
         tier=Tier.OFFER, noticed=SHAPE - NEXT_TO,
     ),
@@ -293,7 +292,7 @@ RULES: tuple[Rule, ...] = (
         lambda e: [f"run in {e.fact('precision') or e.plan.facts.get('precision')}; see the remedy"], tier=Tier.OFFER,
     ),
     Rule(
-        "off_plan", Axis.MACHINE, OFF_PLAN, _off_plan, _tell_off_plan,
+        "off_plan", Axis.MACHINE, OFF_PLAN, _off_plan, "Operations of kind {kind} take {times}.",
         "measure the machine again; if it stays, the profile does not cover these shapes",
         "the plan is wanted within 10%", tier=Tier.BEYOND, noticed=OFF_PLAN - NEXT_TO,
     ),

@@ -6,18 +6,17 @@ Most need facts that `ironlaw.observe` collects; a run without them lists these 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
-from ironlaw.explain.rule import Axis, Rule, Tier
+from ironlaw.explain.rule import Axis, Reading, Rule, Tier
 from ironlaw.explain.rules_of_devices import NOTICED
 from ironlaw.ledger import Phase
 from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
-MOST_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
+MAX_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
 FREE = 0.5  # the threshold of what is a notice always
 PROFILER_COSTS = 0.2  # of a short step; cited: with shapes, memory and stacks half of it
 PASSES = (Phase.FORWARD, Phase.BACKWARD)
@@ -45,24 +44,17 @@ def logging_share(e: RunEvidence) -> float | None:
     return float(fraction) * sum(e.phase_share(phase) or 0.0 for phase in (Phase.HOST, Phase.IDLE))
 
 
-def _sync_calls(e: RunEvidence) -> list[dict[str, Any]] | None:
-    points = e.fact("sync_points")
-    return None if points is None or e.step is None else [p for p in points if p["per_step"] > MOST_SYNCS]
-
-
-def _syncs(e: RunEvidence) -> float | None:
+def _syncs(e: RunEvidence) -> Reading | None:
     """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. They are
     timed in recorded steps, which are slower."""
-    calls = _sync_calls(e)
-    cost = float(sum(p["seconds"] for p in calls or [])) / (e.fact("profiled_step_seconds") or e.step or 1.0)
-    return None if calls is None else max(cost, NOTICED) if calls else 0.0
-
-
-def _tell_syncs(e: RunEvidence) -> tuple[str, list[str]]:
-    calls = _sync_calls(e) or []
-    total = sum(p["per_step"] for p in calls)
+    points = e.fact("sync_points")
+    if points is None or e.step is None:
+        return None
+    calls = [p for p in points if p["per_step"] > MAX_SYNCS]
+    cost = sum(p["seconds"] for p in calls) / (e.fact("profiled_step_seconds") or e.step)
     figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
-    return f"The host waits for values of tensors {total:.0f} times per step, inside the loop.", figures
+    times = f"{sum(p['per_step'] for p in calls):.0f}"
+    return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times})
 
 
 def recomputed_share(e: RunEvidence) -> float | None:
@@ -93,14 +85,16 @@ def _misaligned(e: RunEvidence) -> float | None:
     return _at_least_noticed("odd_sizes" if e.fact("odd_sizes") else "misaligned", "alignment")(e)
 
 
-def _tell_growth(e: RunEvidence) -> tuple[str, list[str]]:
-    holder, grown = e.fact("memory_grows")["holder"], e.fact("memory_grows")["bytes_per_step"]
+def _growth(e: RunEvidence) -> Reading | float | None:
+    found = e.fact("memory_grows")
+    if not found:
+        return _found("memory_grows")(e)
+    holder, grown = found["holder"], found["bytes_per_step"]
     have, resident = e.fact("memory_bytes"), e.run.totals.get("resident_bytes")
     figures = [f"{bytes_(grown)} more after every step, evenly to the end of the loop"]
     if have and resident is not None and grown:
         figures.append(f"full after {max(0.0, have - resident.value) / grown:,.0f} more steps")
-    keeps = f": `{holder}` keeps something of every step." if holder else "."
-    return f"Memory grows from step to step{keeps}", figures
+    return Reading(1.0, figures, {"keeps": f": `{holder}` keeps something of every step" if holder else ""})
 
 
 def _recompiles(e: RunEvidence) -> float | None:
@@ -119,10 +113,12 @@ def _by_hand(e: RunEvidence) -> float | None:
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
-def _wherever(name: str, value: float, sentence: Any, advice: str, source: str) -> Rule:
+def _present(name: str, value: float, sentence: str, advice: str, source: str) -> Rule:
     """A fault, or with `NOTICED` a notice, of which the run has the fact or not; `value` says no more than that."""
-    rule = Rule(name, Axis.ALGORITHM, FREE, _found(name, value), sentence, advice, source, lambda _: [])
-    return replace(rule, placed=name, noticed=NOTICED)
+    return Rule(
+        name, Axis.ALGORITHM, FREE, _found(name, value), sentence, advice, source, lambda _: [], placed=name,
+        noticed=NOTICED,
+    )  # fmt: skip
 
 
 def _part_of(
@@ -140,29 +136,29 @@ def _part_of(
 
 
 CODE_RULES: tuple[Rule, ...] = (
-    _wherever(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
-        "memory_grows", 1.0, _tell_growth,
+    Rule(  # a process that grows to the end of its loop ends by running out of memory: nothing comes before that
+        "memory_grows", Axis.ALGORITHM, FREE, _growth, "Memory grows from step to step{keeps}.",
         "keep numbers instead of tensors (.item(), .detach()), or the last few of them only",
         "the process grew by at least 2% and 4 MiB after its first quarter, about as much in every part of the rest; "
-        "or the loop holds a graph of every step",
+        "or the loop holds a graph of every step", placed="memory_grows", noticed=NOTICED,
     ),
-    _wherever(  # it spoils the training itself
+    _present(  # it spoils the training itself
         "gradients_uncleared", 0.9,
         "Gradients are never cleared: every step adds to those of all steps before.",
         "optimizer.zero_grad() once per step", "a gradient that was not zero before the first backward pass of a step",
     ),
-    _wherever(
+    _present(
         "updates_again", 0.9,
         "The optimizer updates again with the gradients of its last update: momentum and decay count twice.",
         "optimizer.step() once per backward pass, and after it zero_grad()",
         "an update before which no pass came since the optimizer's last one, in about every step",
     ),
-    _wherever(
+    _present(
         "optimizer_rebuilt", 0.9,
         "The optimizer is made anew in every step: it forgets its moments, and is set up again and again.",
         "make it once, before the loop", "as many constructions as updates",
     ),
-    _wherever(
+    _present(
         "left_in_eval", 0.9,
         "The model trains in evaluation mode: dropout is off, and batch norms keep their old averages.",
         "model.train() before training, and again after every evaluation",
@@ -344,7 +340,8 @@ CODE_RULES: tuple[Rule, ...] = (
         "counted in one step, but for what autocast converts; laying out heads and residuals costs a few percent",
     ),
     Rule(
-        "sync_points", Axis.ALGORITHM, 0.02, _syncs, _tell_syncs,
+        "sync_points", Axis.ALGORITHM, 0.02, _syncs,
+        "The host waits for values of tensors {times} times per step, inside the loop.",
         "keep values on the device, and read them every so many steps",
         "a step loses its run-ahead at each of them, which costs on an accelerator before it does here",
         noticed=NOTICED,
@@ -353,7 +350,7 @@ CODE_RULES: tuple[Rule, ...] = (
         "logging_frequent", Axis.ALGORITHM, 0.05, logging_share, "Logging takes {share} of the step.",
         "log every so many steps", "as for checkpoints: above 5% it costs more than what it tells",
     ),
-    _wherever(
+    _present(
         "gradients_zeroed", NOTICED,
         "Gradients are filled with zeros and added to, instead of dropped and written.",
         "optimizer.zero_grad(set_to_none=True), which is the default",
@@ -372,12 +369,12 @@ CODE_RULES: tuple[Rule, ...] = (
         "operations repeated 16 times and more in one run of a function, without weights of their own; or Python "
         "beyond three times the usual time between two operations", symptom=True,
     ),
-    _wherever(
+    _present(
         "graphs_retained", NOTICED,
         "Every backward pass keeps its graph, whose activations stay in memory longer.",
         "loss.backward() without retain_graph and create_graph", "only a second pass through the same graph needs it",
     ),
-    _wherever(
+    _present(
         "unscaled", NOTICED,
         "fp16 without loss scaling: gradients below 6e-8 become zero.",
         "torch.amp.GradScaler, or bf16, which needs none", "the least number that fp16 holds is 2^-24",

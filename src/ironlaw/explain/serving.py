@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,8 @@ def _played(
 
 
 def find(run: Ledger) -> list[ServingFinding]:
-    """Findings, the one that costs most first; `healthy` where none reaches its threshold."""
-    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    """Returns findings, the one that costs most first; `healthy` if none reaches its threshold."""
+    found = [finding for applies, finding in _candidates(run) if applies]
     found.sort(key=lambda finding: -(finding.share or 0.0))
     return found or [ServingFinding("healthy", "no cause reaches its threshold", "")]
 
@@ -162,87 +162,52 @@ def _busy(run: Ledger) -> float:
     return sum(seconds for phase, seconds in run.phase_seconds.items() if phase is not Phase.IDLE)
 
 
-def _share(run: Ledger, *phases: Phase) -> float:
-    busy = _busy(run)
-    return sum(run.phase_seconds.get(phase, 0.0) for phase in phases) / busy if busy else 0.0
+def _candidates(run: Ledger) -> Iterator[tuple[Any, ServingFinding]]:
+    """Yields every cause, with whether it applies."""
+    facts, busy = run.facts, _busy(run)
+    totals = {name: total.value for name, total in run.totals.items()}
+    shares = {phase: seconds / busy if busy else 0.0 for phase, seconds in run.phase_seconds.items()}
+    decode, prompts = shares.get(Phase.DECODE, 0.0), shares.get(Phase.PREFILL, 0.0)
 
+    waiting, batch, limit = totals.get("waiting", 0.0), totals.get("decode_batch", 0.0), facts.get("batch") or 0
+    text = f"{waiting:.3g} requests wait on average while {batch:.3g} of {limit} places are taken"
+    remedy = f"--set serve.batch={2 * limit}, or another copy of the server"
+    share = waiting / (waiting + batch) if waiting else 0.0
+    yield waiting >= 1 and limit and batch >= 0.8 * limit, ServingFinding("queue", text, remedy, share)
 
-def _total(run: Ledger, name: str) -> float:
-    found = run.totals.get(name)
-    return 0.0 if found is None else found.value
+    usage, preempted = totals.get("kv_usage", 0.0), facts.get("preemptions") or 0
+    text = f"the cache is {usage:.0%} full on average, {preempted} requests were sent back"
+    remedy = "more pages, or a cache of fewer bits: --set serve.kv=fp8 or int8"
+    yield usage >= FULL or preempted, ServingFinding("kv", text, remedy, usage)
 
-
-def _queue(run: Ledger) -> ServingFinding | None:
-    waiting, batch, limit = _total(run, "waiting"), _total(run, "decode_batch"), run.facts.get("batch") or 0
-    if waiting < 1 or not limit or batch < 0.8 * limit:
-        return None
-    share = waiting / (waiting + batch)
-    told = f"{waiting:.3g} requests wait on average while {batch:.3g} of {limit} places are taken"
-    return ServingFinding("queue", told, f"--set serve.batch={2 * limit}, or another copy of the server", share)
-
-
-def _cache(run: Ledger) -> ServingFinding | None:
-    preempted = run.facts.get("preemptions") or 0
-    if _total(run, "kv_usage") < FULL and not preempted:
-        return None
-    told = f"the cache is {_total(run, 'kv_usage'):.0%} full on average, {preempted} requests were sent back"
-    return ServingFinding(
-        "kv", told, "more pages, or a cache of fewer bits: --set serve.kv=fp8 or int8", _total(run, "kv_usage")
-    )
-
-
-def _prompts(run: Ledger) -> ServingFinding | None:
-    share = _share(run, Phase.PREFILL)
-    if share < PROMPT_SHARE:
-        return None
-    queried, hits = run.facts.get("prefix_queried") or 0, run.facts.get("prefix_hits") or 0
     remedy = "a smaller serve.token_budget where answers must not stall, a larger one where throughput counts"
-    if queried and hits < 0.1 * queried:
+    queried = facts.get("prefix_queried") or 0
+    if queried and (facts.get("prefix_hits") or 0) < 0.1 * queried:
         remedy += "; equal beginnings of prompts are computed once, and these prompts share next to nothing"
-    return ServingFinding("prefill", f"prompts take {share:.0%} of the busy time and delay answers", remedy, share)
+    text = f"prompts take {prompts:.0%} of the busy time and delay answers"
+    yield prompts >= PROMPT_SHARE, ServingFinding("prefill", text, remedy, prompts)
 
-
-def _host(run: Ledger) -> ServingFinding | None:
-    share = _share(run, Phase.HOST, Phase.SAMPLING)
-    if share < HOST_SHARE:
-        return None
-    told = f"scheduling, sampling and text take {share:.0%} of the busy time"
+    host = shares.get(Phase.HOST, 0.0) + shares.get(Phase.SAMPLING, 0.0)
+    text = f"scheduling, sampling and text take {host:.0%} of the busy time"
     remedy = "greedy answers, fewer logprobs, more requests at once per step"
-    return ServingFinding(
-        "host", told, remedy, share, share / 2, "assumed: half of it grows with steps, not with tokens"
-    )
+    basis = "assumed: half of it grows with steps, not with tokens"
+    yield host >= HOST_SHARE, ServingFinding("host", text, remedy, host, host / 2, basis)
 
-
-def _bandwidth(run: Ledger) -> ServingFinding | None:
-    """Twice the requests take hardly longer: what a step reads is the weights."""
-    by_batch = {int(k): v for k, v in run.facts.get("steps", {}).get("decode_seconds_by_batch", {}).items()}
-    batch = _total(run, "decode_batch")
-    pairs = [(b, by_batch[2 * b] / by_batch[b]) for b in sorted(by_batch) if 2 * b in by_batch and b >= batch / 2]
-    share = _share(run, Phase.DECODE)
-    if not pairs or pairs[0][1] > FLAT or share < 0.3:
-        return None
-    told = f"{2 * pairs[0][0]} requests at once take {pairs[0][1]:.2f} times as long as {pairs[0][0]}: weights are read"
-    gain = share * (1 - pairs[0][1] / 2)
+    # Twice the requests take hardly longer: what a step reads is the weights.
+    seconds = {int(k): v for k, v in facts.get("steps", {}).get("decode_seconds_by_batch", {}).items()}
+    pairs = ((b, seconds[2 * b] / seconds[b]) for b in sorted(seconds) if 2 * b in seconds and b >= batch / 2)
+    size, ratio = next(pairs, (0, 2.0))
+    text = f"{2 * size} requests at once take {ratio:.2f} times as long as {size}: weights are read"
     remedy = "more requests at once, fewer bits (serve.weights=int8 or int4), speculation"
-    return ServingFinding("bandwidth", told, remedy, share, gain, "measured: twice the batch, time per token")
+    gain, basis = decode * (1 - ratio / 2), "measured: twice the batch, time per token"
+    yield ratio <= FLAT and decode >= 0.3, ServingFinding("bandwidth", text, remedy, decode, gain, basis)
 
+    drafted, accepted = facts.get("drafted") or 0, facts.get("accepted") or 0
+    part = accepted / drafted if drafted else 1.0
+    text = f"{part:.0%} of {drafted:,} drafted tokens were taken: speculation does not pay"
+    yield part < ACCEPTED, ServingFinding("speculation", text, '--set serve.speculation="none"', decode)
 
-def _light(run: Ledger) -> ServingFinding | None:
     idle = run.phase_seconds.get(Phase.IDLE, 0.0)
-    share = idle / (idle + _busy(run)) if idle else 0.0
-    if share < IDLE_SHARE:
-        return None
-    return ServingFinding(
-        "load", f"nobody asked for anything {share:.0%} of the time", "nothing: the server is not the limit"
-    )
-
-
-def _draft(run: Ledger) -> ServingFinding | None:
-    drafted, accepted = run.facts.get("drafted") or 0, run.facts.get("accepted") or 0
-    if not drafted or accepted >= ACCEPTED * drafted:
-        return None
-    told = f"{accepted / drafted:.0%} of {drafted:,} drafted tokens were taken: speculation does not pay"
-    return ServingFinding("speculation", told, '--set serve.speculation="none"', _share(run, Phase.DECODE))
-
-
-RULES = (_queue, _cache, _prompts, _host, _bandwidth, _draft, _light)
+    share = idle / (idle + busy) if idle else 0.0
+    text = f"nobody asked for anything {share:.0%} of the time"
+    yield share >= IDLE_SHARE, ServingFinding("load", text, "nothing: the server is not the limit")

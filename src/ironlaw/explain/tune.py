@@ -30,9 +30,9 @@ from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.train.session import run_training
 
-LEAST_STEPS, MOST_STEPS = 12, 200
+MIN_STEPS, MAX_STEPS = 12, 200
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
-LEAST_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
+MIN_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
 INTERRUPTED = "interrupted"
 LOSS_TOLERANCE = 0.05  # nats per token: short runs with the same seed differ by rounding only by less
 
@@ -220,7 +220,7 @@ def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None
     now, left = config, 1.0
     while len(steps) < 4:
         found = _next(now, profile, {_key(r) for r in steps}, exact)
-        if found is None or found.gain < LEAST_COMPOSED:
+        if found is None or found.gain < MIN_COMPOSED:
             break
         steps.append(found)
         now, left = with_settings(now, found.settings), left * (1 - found.gain)
@@ -235,7 +235,7 @@ def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None
     )  # fmt: skip
 
 
-LEAST_COMPOSED = 0.02
+MIN_COMPOSED = 0.02
 
 
 def _next(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
@@ -267,7 +267,7 @@ def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, 
     """(gain, noise, why it is none): `after` against the same config measured before and after it."""
     controls = (before.seconds_per_token, control.seconds_per_token)
     middle = statistics.mean(controls)
-    noise = max(LEAST_NOISE, abs(controls[0] - controls[1]) / middle)
+    noise = max(MIN_NOISE, abs(controls[0] - controls[1]) / middle)
     gain = 1 - after.seconds_per_token / middle
     if after.seconds_per_token >= min(controls):
         return gain, noise, "not faster than both controls"
@@ -297,9 +297,7 @@ class TrialRunner:
     def _short(self, config: RunConfig) -> RunConfig:
         """The same training, ended early: no evaluation, no checkpoint, nothing recorded."""
         step = plan_run(config, self.profile).totals["step_seconds"].value
-        steps = min(
-            MOST_STEPS, max(LEAST_STEPS, round(self.trial_seconds / step)), max(config.train.steps, LEAST_STEPS)
-        )
+        steps = min(MAX_STEPS, max(MIN_STEPS, round(self.trial_seconds / step)), max(config.train.steps, MIN_STEPS))
         return with_settings(
             config,
             {"train.steps": steps, "schedule.warmup_steps": min(config.warmup_steps, steps), "train.profile_steps": 0,

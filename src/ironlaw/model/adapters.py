@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ironlaw.model.autocast import cast_like_autocast
-from ironlaw.model.linear import Linear, become, linear, local_part
+from ironlaw.model.linear import Linear, become, cast_like_autocast, linear, local_part
 
 
 class Adapter(nn.Module):

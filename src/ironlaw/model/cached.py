@@ -19,8 +19,8 @@ from torch import Tensor
 from ironlaw.kernels.library import INT4, address
 from ironlaw.kernels.native import CLayer, CStep, Native
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.masks import alibi_slopes, capped
 from ironlaw.model.rotary import rotate_fused
-from ironlaw.model.scores import alibi_slopes, capped
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}  # largest number of formats with scales
 
@@ -246,7 +246,7 @@ class LayerCache:
 def composed(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, config: ModelConfig, sinks: Tensor | None
 ) -> Tensor:
-    """Return (P, A, S, W) as in `scores.attend`, with one product for all heads that share keys."""
+    """Return (P, A, S, W) as in `masks.attend`, with one product for all heads that share keys."""
     count, heads, queries, _ = query.shape
     shared = keys.shape[1]
     scale = config.score_scale or 1 / math.sqrt(config.size_of_head)

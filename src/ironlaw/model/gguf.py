@@ -72,21 +72,23 @@ def write_gguf(
     import gguf
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture], config.layers)
-    known = None if tokenizer is None else tokenizer_fields(tokenizer, config.vocab)
-    uses_matrix_update, of_ends, of_file = TYPES[dtype]
+    fields = _shape_fields(config) | {
+        "file_type": gguf.LlamaFileType[TYPES[dtype][2]], "quantization_version": gguf.GGML_QUANT_VERSION,
+        "tokenizer_model": "none",
+    }  # fmt: skip
+    if tokenizer is not None:
+        fields |= tokenizer_fields(tokenizer, config.vocab)
+        fields |= {"add_bos_token": adds_begin, "bos_token_id": begin, "eos_token_id": end, "chat_template": template}
+    of_matrices, of_ends, _ = TYPES[dtype]
     there, scales_there = _huggingface_weights(config, weights), _huggingface_weights(config, scales or {})
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[architecture]])
-    _write_shape(writer, config)
-    writer.add_file_type(gguf.LlamaFileType[of_file])
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    if known is None:
-        writer.add_tokenizer_model("none")
-    else:
-        _write_tokenizer(writer, known, begin, end, adds_begin, template)
+    for field, value in fields.items():
+        if value is not None:
+            getattr(writer, f"add_{field}")(value)
     for theirs, tensor in there.items():
         name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
         assert name is not None, theirs
-        wanted = of_ends if name in WIDE else uses_matrix_update
+        wanted = of_ends if name in WIDE else of_matrices
         if tensor.dim() == 1 or name.startswith("position_embd"):
             wanted = "F32"
         elif wanted.startswith("Q") and tensor.shape[1] % BLOCK:
@@ -134,44 +136,23 @@ def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:
     return torch.cat((kept, packed), dim=-1).flatten(1).numpy()
 
 
-def _write_shape(writer: Any, config: ModelConfig) -> None:
+def _shape_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the shape by the names that the package's writer has for fields of the file."""
     import gguf
 
-    writer.add_name(config.name)
-    writer.add_block_count(config.layers)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.hidden)
-    writer.add_feed_forward_length(config.ffn_size)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.key_value_heads)
-    writer.add_key_length(config.size_of_head)
-    writer.add_value_length(config.size_of_head)
-    writer.add_vocab_size(config.vocab)
-    (writer.add_layer_norm_rms_eps if config.norm == "rmsnorm" else writer.add_layer_norm_eps)(config.norm_eps)
+    norm = "layer_norm_rms_eps" if config.norm == "rmsnorm" else "layer_norm_eps"
+    fields = {
+        "name": config.name, "block_count": config.layers, "context_length": config.context,
+        "embedding_length": config.hidden, "feed_forward_length": config.ffn_size, "head_count": config.heads,
+        "head_count_kv": config.key_value_heads, "key_length": config.size_of_head,
+        "value_length": config.size_of_head, "vocab_size": config.vocab, norm: config.norm_eps,
+    }  # fmt: skip
     if config.positions == "rope":
-        writer.add_rope_dimension_count(config.size_of_head)
-        writer.add_rope_freq_base(config.rope_theta)
-    if _is_linear(config):
-        assert config.rope_scaling is not None
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope_scaling["factor"])
-
-
-def _write_tokenizer(
-    writer: Any, known: Mapping[str, Any], begin: int | None, end: int | None, adds_begin: bool, template: str | None
-) -> None:  # fmt: skip
-    writer.add_tokenizer_model("gpt2")  # llama.cpp's name for byte-level BPE
-    writer.add_tokenizer_pre(known["split"])
-    writer.add_token_list(known["tokens"])
-    writer.add_token_types(known["types"])
-    writer.add_token_merges(known["merges"])
-    writer.add_add_bos_token(adds_begin)
-    if begin is not None:
-        writer.add_bos_token_id(begin)
-    if end is not None:
-        writer.add_eos_token_id(end)
-    if template is not None:
-        writer.add_chat_template(template)
+        fields |= {"rope_dimension_count": config.size_of_head, "rope_freq_base": config.rope_theta}
+    if config.rope_scaling and _is_linear(config):
+        fields["rope_scaling_type"] = gguf.RopeScalingType.LINEAR
+        fields["rope_scaling_factor"] = config.rope_scaling["factor"]
+    return fields
 
 
 def _is_linear(config: ModelConfig) -> bool:
@@ -195,12 +176,11 @@ _CASES = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _SPLITS = {_CASES[0] + r"\p{N}{1,3}" + _CASES[1]: "llama-bpe", _CASES[0] + r"\p{N}" + _CASES[1]: "qwen2"}
-_GPT2, _DIGITS = "gpt-2", "starcoder"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's token types
 
 
 def tokenizer_fields(path: Path, vocab: int) -> dict[str, Any]:
-    """Return `split`, `tokens` (vocab,), `types` (vocab,) and `merges` of a byte-level BPE tokenizer, else UserError.
+    """Return the fields of a byte-level BPE tokenizer by their names in the package's writer. UserError for another.
 
     Ids below `vocab` that the tokenizer lacks become unused tokens.
     """
@@ -219,7 +199,10 @@ def tokenizer_fields(path: Path, vocab: int) -> dict[str, Any]:
     for added in document.get("added_tokens", ()):
         tokens[added["id"]], types[added["id"]] = added["content"], CONTROL if added["special"] else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return {"split": split, "tokens": tokens, "types": types, "merges": merges}
+    return {
+        "tokenizer_model": "gpt2",  # llama.cpp's name for byte-level BPE
+        "tokenizer_pre": split, "token_list": tokens, "token_types": types, "token_merges": merges,
+    }  # fmt: skip
 
 
 def _split(pre_tokenizer: dict[str, Any] | None) -> str | None:
@@ -228,12 +211,11 @@ def _split(pre_tokenizer: dict[str, Any] | None) -> str | None:
     if not parts or parts[-1]["type"] != "ByteLevel" or parts[-1].get("add_prefix_space"):
         return None
     whole = parts[-1].get("use_regex", True)
-    before = parts[:-1]
-    if not before:
-        return _GPT2 if whole else None
-    if len(before) > 1:
-        return None
-    if before[0]["type"] == "Digits":
-        return _DIGITS if whole and before[0].get("individual_digits") else None
-    expression = before[0].get("pattern", {}).get("Regex") if before[0]["type"] == "Split" else None
-    return None if whole or expression is None else _SPLITS.get(expression)
+    match parts[:-1]:
+        case [] if whole:
+            return "gpt-2"
+        case [{"type": "Digits", "individual_digits": True}] if whole:
+            return "starcoder"
+        case [{"type": "Split", "pattern": {"Regex": expression}}] if not whole:
+            return _SPLITS.get(expression)
+    return None

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.kernels.transpose import transposed
-from ironlaw.model.autocast import cast_like_autocast
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -119,6 +118,19 @@ def become(module: Linear, kind: type[Kind]) -> Kind:
     module.__class__ = kind
     assert isinstance(module, kind)
     return module
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return autocast's dtype on the device of `x`; None if it is off or unsupported on the device (meta)."""
+    device = x.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def cast_like_autocast(x: Tensor) -> Tensor:
+    """Cast `x` to `autocast_dtype(x)`, if any."""
+    dtype = autocast_dtype(x)
+    return x if dtype is None else x.to(dtype)
 
 
 class RoundedLinear(Linear):

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ironlaw.kernels.transpose import transposed
-from ironlaw.model.autocast import autocast_dtype
-from ironlaw.model.linear import onednn_product
+from ironlaw.model.linear import autocast_dtype, onednn_product
 
 IGNORED = -100  # a target that does not count, as in PyTorch
 

@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward, activate
 from ironlaw.model.grouped import ClampedSwiGLU, Combine, Dispatch, GroupedProduct, RowBias, group_ends
-from ironlaw.model.linear import local_part
+from ironlaw.model.linear import autocast_dtype, local_part
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,27 @@ from torch import Tensor, nn
 
 from ironlaw.errors import UserError
 from ironlaw.kernels.attention import causal_attention
-from ironlaw.model.autocast import autocast_dtype
 from ironlaw.model.cached import LayerCache
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward
 from ironlaw.model.latent import LatentAttention
-from ironlaw.model.linear import Linear
-from ironlaw.model.masks import BlockMask, Mask, additive, block_mask, dense_mask, flexible, positions_in_document
+from ironlaw.model.linear import Linear, autocast_dtype
+from ironlaw.model.masks import (
+    BlockMask,
+    Mask,
+    additive,
+    alibi_bias,
+    attend,
+    block_mask,
+    capped,
+    dense_mask,
+    flexible,
+    positions_in_document,
+    score_rule,
+)
 from ironlaw.model.moe import MixtureOfExperts, attach_balance_losses
 from ironlaw.model.partition import WHOLE, ComputePartition, Draw
 from ironlaw.model.rotary import fused_tables, rotary_tables, rotate
-from ironlaw.model.scores import alibi_bias, attend, capped, score_rule
 
 
 def build_norm(config: ModelConfig) -> nn.Module:

@@ -24,9 +24,9 @@ from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.gptq import check_gptq, gptq
 from ironlaw.numerics.hqq import check_hqq, hqq
-from ironlaw.numerics.pruning import kept_weights
+from ironlaw.numerics.pruning import pruning_mask
 from ironlaw.numerics.quantized import Quantized, quantize
-from ironlaw.numerics.scaling import Inputs, balance, can_balance
+from ironlaw.numerics.scaling import Inputs, balance, can_scale_channels
 from ironlaw.numerics.sensitivity import layer_formats, squared_gradients
 
 SCALING = ("awq", "smoothquant")  # methods that scale input channels
@@ -43,7 +43,7 @@ def check_method(model: nn.Module, target: CompressionTarget, method: Method, mi
         check_hqq(target.format)
         if target.pruning is not None:
             raise UserError("hqq weighs errors of rounding, not of pruning: use --method gptq or rtn")
-    if method in SCALING and not any(can_balance(module) for module in model.modules()):
+    if method in SCALING and not any(can_scale_channels(module) for module in model.modules()):
         raise UserError(f"{method} scales norms before layers, and this model has none: use --method gptq or rtn")
     if method in SCALING and target.format.bits > 8:
         raise UserError(f"{method} has nothing to gain in {target.format.name}: give a format of 8 bits or fewer")
@@ -71,7 +71,7 @@ def compress(
     """
     check_method(model, target, method)
     measured = method in MEASURING or (target.pruning is not None and score == "wanda")
-    seen = _Seen(model, batches) if measured else None
+    seen = BlockInputs(model, batches) if measured else None
     held: dict[str, Quantized] = {}
     for number, block in enumerate(model.blocks):
         layers = {name: module for name, module in block.named_modules() if isinstance(module, Linear | ExpertLinear)}
@@ -120,7 +120,7 @@ def _compressed(
     format, kept = target.format, None
     if target.pruning is not None:
         norms = moment.diagonal().sqrt() if score == "wanda" and moment is not None else None
-        kept = kept_weights(weight, target.pruning, norms)
+        kept = pruning_mask(weight, target.pruning, norms)
     if method == "gptq":
         assert moment is not None
         made = gptq(weight, moment, format, kept)
@@ -131,7 +131,7 @@ def _compressed(
     return made if kept is None else made.pruned(kept)
 
 
-class _Seen:
+class BlockInputs:
     """The inputs of the blocks for each batch."""
 
     def __init__(self, model: Transformer, batches: Iterable[Tensor]) -> None:

@@ -74,7 +74,7 @@ class FrozenLinear(AdaptedLinear):
         product: Tensor = FrozenProduct.apply(x, self, bias)
         return product
 
-    def keep_part(self, rows: Tensor | None, columns: slice) -> None:
+    def shard(self, rows: Tensor | None, columns: slice) -> None:
         """Keep only these rows (None: all) and columns of the whole matrix. Raises UserError for part of a block."""
         form, scales_form = self._form
         assert form.block is not None
@@ -93,7 +93,7 @@ class FrozenLinear(AdaptedLinear):
 
 
 @torch.no_grad()
-def hold_quantized(module: Linear, name: str = "nf4") -> FrozenLinear:
+def quantize_frozen(module: Linear, name: str = "nf4") -> FrozenLinear:
     """Quantises the module's matrix in place to the block format `name`, which must have fp32 scales."""
     whole = quantize(module.weight, name)
     assert whole.scales is not None

@@ -1,16 +1,29 @@
-"""Emulated low-precision products of a linear layer: operands are rounded as in the recipe, then multiplied in fp32,
-like matrix units that accumulate in fp32.
+"""Linear layers that round their operands in training.
+
+Emulated low-precision products: operands are rounded as in a recipe, then multiplied in fp32, like matrix units that
+accumulate in fp32.
 
     y  = Q(x) Q(w)^T             blocks along K, the inputs
     dx = Q(g) Q(w)               blocks along N, the outputs
     dw = Q(R g^T) Q(R x^T)^T     blocks along M, the tokens; R: a random rotation along M, or none
 
-Shapes: x (M, K), w (N, K), g and y (M, N). Formats and sources are in `catalog/precision_recipes.toml`.
+Shapes: x (M, K), w (N, K), g and y (M, N). Formats and sources are in `catalog/precision_recipes.toml`. The rotation is
+a random Hadamard matrix: it spreads an outlier over its block before rounding, and cancels in the product (arXiv
+2405.16406; for the weight gradient in NVFP4 training arXiv 2509.25149).
+
+Compression-aware training: weights are rounded, pruned or both in every product, and kept in full for the update.
+
+    y = x Q(W)^T,   dx = g Q(W),   dW = g^T x
+
+The gradient ignores the rounding (the straight-through estimator, arXiv 1308.3432). It is 0 for pruned weights, which
+were the smallest at the start of training and stay 0. `ironlaw compress --to` the same format by rtn afterwards gives
+exactly the weights of the last products.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,13 +31,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ironlaw.catalog.formats import PrecisionRecipe
+from ironlaw.catalog.formats import CompressionTarget, PrecisionRecipe, read_target
+from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become
-from ironlaw.numerics.hadamard import rotate
+from ironlaw.numerics.pruning import pruning_mask
 from ironlaw.numerics.quantized import rounded
 from ironlaw.numerics.rounding import generator_of
 
 ROTATION_SEED = 1  # one rotation for all products: only the rounding must be random each time
+
+
+@cache
+def rotation(size: int, seed: int, device: torch.device) -> Tensor:
+    """Returns Sylvester's H / sqrt(size), where H_2n = [[H_n, H_n], [H_n, -H_n]], with a random sign per row, fp32
+    (size, size). UserError unless a power of two."""
+    if size < 1 or size & (size - 1):
+        raise UserError(f"a Hadamard matrix of {size}: its size must be a power of two")
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    signs = torch.randint(0, 2, (size, 1), generator=generator_of(seed, device), device=device) * 2 - 1
+    return signs * matrix / size**0.5
+
+
+def rotate(x: Tensor, size: int = 16, seed: int = 0) -> Tensor:
+    """Rotates each group of `size` numbers in the last dimension of `x`, which must be a multiple of `size`."""
+    return (x.unflatten(-1, (-1, size)) @ rotation(size, seed, x.device).to(x.dtype)).flatten(-2)
 
 
 @dataclass
@@ -139,3 +171,49 @@ def emulate(blocks: nn.ModuleList, recipe: PrecisionRecipe, moment: Moment) -> i
     for number, layer in enumerate(layers):
         layer.recipe, layer.moment, layer.number = recipe, moment, number
     return len(layers)
+
+
+class AwareProduct(torch.autograd.Function):
+    """A product with the narrowed weight. It saves x and the full weight, which backward rounds again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: AwareLinear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return F.linear(x, layer.narrow(weight).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x, weight), layer, of_x, of_weight = ctx.saved_tensors, ctx.layer, None, None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ layer.narrow(weight).to(gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient.flatten(0, -2).t() @ x.flatten(0, -2)).to(weight.dtype)
+            of_weight = of_weight if layer.kept is None else of_weight * layer.kept
+        return of_x, of_weight, None
+
+
+class AwareLinear(RoundedLinear):
+    function = AwareProduct
+    target: CompressionTarget
+    kept: Tensor | None = None  # mask of the unpruned weights, determined in the first forward pass
+
+    def narrow(self, weight: Tensor) -> Tensor:
+        format = self.target.format
+        return rounded(weight.detach().float(), format, block=format.weight_block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.target.pruning is not None and self.kept is None:
+            self.kept = pruning_mask(self.weight, self.target.pruning)
+            with torch.no_grad():
+                self.weight.mul_(self.kept)
+        return super().forward(x)
+
+
+def make_aware(blocks: nn.Module, text: str) -> None:
+    """Make the linear layers of `blocks` multiply with weights in the form of `--to text`."""
+    target = read_target(text)
+    for module in blocks.modules():
+        if isinstance(module, Linear):
+            become(module, AwareLinear).target = target

@@ -17,7 +17,7 @@ from ironlaw.catalog.formats import Pruning
 from ironlaw.errors import UserError
 
 
-def kept_weights(weight: Tensor, pruning: Pruning, input_norms: Tensor | None = None) -> Tensor:
+def pruning_mask(weight: Tensor, pruning: Pruning, input_norms: Tensor | None = None) -> Tensor:
     """Returns a bool mask (N, K) of the weights to keep. `input_norms` (K,): ||x_j||, for Wanda's score.
 
     Raises UserError for 2:4 if the row length is not a multiple of 4.

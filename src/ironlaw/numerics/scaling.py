@@ -44,17 +44,17 @@ def balance(block: nn.Module, inputs: Mapping[nn.Module, Inputs], format: Number
     assert isinstance(block, Block)
     for fold, layers in _groups(block):
         seen, weights = inputs[layers[0]], [layer.weight for layer in layers]
-        scale = _best_scale(weights, seen.moment, format) if method == "awq" else _even_scale(weights, seen.peak)
+        scale = _awq_scale(weights, seen.moment, format) if method == "awq" else _smoothquant_scale(weights, seen.peak)
         fold(scale)
         for layer in layers:
             layer.weight.mul_(scale)
 
 
-def can_balance(block: nn.Module) -> bool:
+def can_scale_channels(block: nn.Module) -> bool:
     return isinstance(block, Block) and next(_groups(block), None) is not None
 
 
-def _best_scale(weights: Sequence[Tensor], moment: Tensor, format: NumberFormat) -> Tensor:
+def _awq_scale(weights: Sequence[Tensor], moment: Tensor, format: NumberFormat) -> Tensor:
     size = moment.diagonal().clamp(min=0).sqrt()
     size = size.clamp(min=1e-4 * float(size.max().clamp(min=1e-30)))
     best, least = torch.ones_like(size), torch.inf
@@ -70,7 +70,7 @@ def _best_scale(weights: Sequence[Tensor], moment: Tensor, format: NumberFormat)
     return best
 
 
-def _even_scale(weights: Sequence[Tensor], peak: Tensor) -> Tensor:
+def _smoothquant_scale(weights: Sequence[Tensor], peak: Tensor) -> Tensor:
     largest = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
     scale = (peak.clamp(min=1e-5) / largest.clamp(min=1e-5)).sqrt()
     return scale / (scale.max() * scale.min()).sqrt()

@@ -16,6 +16,23 @@ from ironlaw.errors import UserError
 from ironlaw.observe.watch import Watch
 
 
+def _observing(base: Any, out: str | Path | None, options: dict[str, Any]) -> Any:
+    """Returns a callback class with a watch that lasts from `begin` to `end`."""
+
+    class Observing(base):
+        watch: Watch | None = None
+
+        def begin(self, model: Any, optimizers: Any) -> None:
+            self.watch = Watch(model, optimizers, out, **options).__enter__()
+
+        def end(self) -> None:
+            if self.watch is not None:
+                self.watch.__exit__(None, None, None)
+                self.watch = None
+
+    return Observing
+
+
 def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
     """A `transformers.TrainerCallback`; `options` are those of `observe`."""
     try:
@@ -23,21 +40,16 @@ def trainer_callback(out: str | Path | None = None, **options: Any) -> Any:
     except ImportError:
         raise UserError("trainer_callback needs transformers: pip install 'ironlaw[hf]'") from None
 
-    class IronlawTrainerCallback(base):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            self.watch: Watch | None = None
-
+    class IronlawTrainerCallback(_observing(base, out, options)):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            self.watch = Watch(given["model"], given["optimizer"], out, **options).__enter__()
+            self.begin(given["model"], given["optimizer"])
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
             if self.watch is not None and logs and "loss" in logs:
                 self.watch.log(loss=float(logs["loss"]))
 
         def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            if self.watch is not None:
-                self.watch.__exit__(None, None, None)
-                self.watch = None
+            self.end()
 
     return IronlawTrainerCallback()
 
@@ -53,19 +65,15 @@ def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
     else:
         raise UserError("lightning_callback needs lightning: pip install lightning")
 
-    class IronlawLightningCallback(base):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            self.watch: Watch | None = None
-
+    class IronlawLightningCallback(_observing(base, out, options)):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.watch = Watch(module, trainer.optimizers, out, **options).__enter__()
+            self.begin(module, trainer.optimizers)
             # Lightning calls `training_step`, which calls what it likes: that is the forward pass.
-            self._step = module.training_step
+            step = module.training_step
 
             def training_step(*args: Any, **kwargs: Any) -> Any:
-                assert self.watch is not None
                 with self.watch.forward():
-                    return self._step(*args, **kwargs)
+                    return step(*args, **kwargs)
 
             module.training_step = training_step
 
@@ -75,9 +83,7 @@ def lightning_callback(out: str | Path | None = None, **options: Any) -> Any:
                 self.watch.log(loss=loss.detach())
 
         def on_train_end(self, trainer: Any, module: Any) -> None:
-            if self.watch is not None:
-                module.__dict__.pop("training_step", None)
-                self.watch.__exit__(None, None, None)
-                self.watch = None
+            module.__dict__.pop("training_step", None)
+            self.end()
 
     return IronlawLightningCallback()

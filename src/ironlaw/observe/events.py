@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ironlaw.ledger import Phase
+from ironlaw.observe.partition import Partition
+from ironlaw.observe.user_code import is_users, user_line
 
 CPU, DEVICE, RUNTIME = "cpu", "device", "runtime"
 _DRIVER_CALL = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
+# Each makes the host wait for the device, and ends the time in which it could run ahead.
+_SYNCHRONISING = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "nonzero")
+# A dataset's tensors are the host's, and so are an optimizer's counters.
+_ON_THE_HOST = (Phase.DATA, Phase.OPTIMIZER)
 
 
 @dataclass(slots=True)
@@ -61,19 +75,6 @@ def recorded_allocations(recorded: Any) -> list[Allocation]:
     return sorted(_allocations(recorded), key=lambda a: a.moment)
 
 
-SyncPoints = dict[tuple[str, str], list[float]]
-"""(line of the user's code, call) -> seconds of each time the host waited there for the value of a tensor."""
-
-
-def describe_sync_points(found: SyncPoints, steps: int) -> list[dict[str, Any]]:
-    """Per step, those that took most first."""
-    points: list[dict[str, Any]] = [
-        {"place": place, "call": call, "per_step": len(times) / steps, "seconds": sum(times) / steps}
-        for (place, call), times in found.items()
-    ]
-    return sorted(points, key=lambda point: -float(point["seconds"]))[:20]
-
-
 COLLECTIVES = ("c10d::", "gloo:")
 
 
@@ -87,3 +88,56 @@ def _allocations(recorded: Any) -> Iterator[Allocation]:
             continue
         inside = inside or node.name.startswith(COLLECTIVES)
         pending.extend((child, inside) for child in node.children)
+
+
+SyncPoints = dict[tuple[str, str], list[float]]
+"""(line of the user's code, call) -> seconds of each time the host waited there for the value of a tensor."""
+
+
+def describe_sync_points(found: SyncPoints, steps: int) -> list[dict[str, Any]]:
+    """Per step, those that took most first."""
+    points: list[dict[str, Any]] = [
+        {"place": place, "call": call, "per_step": len(times) / steps, "seconds": sum(times) / steps}
+        for (place, call), times in found.items()
+    ]
+    return sorted(points, key=lambda point: -float(point["seconds"]))[:20]
+
+
+@contextmanager
+def sync_points(partition: Partition) -> Iterator[SyncPoints]:
+    """Every `.item()`, `float(tensor)`, `.cpu()` and the like while the block runs, by the line of the user's code that
+    calls it. Calls by libraries do not count."""
+    found: SyncPoints = defaultdict(list)
+    is_inside = False
+
+    @contextmanager
+    def waiting(name: str, *_: Any, **__: Any) -> Iterator[None]:
+        nonlocal is_inside
+        caller = sys._getframe(3).f_code.co_filename  # behind `__enter__` and the wrapper
+        if is_inside or partition.running in _ON_THE_HOST or not is_users(caller):
+            yield
+            return
+        is_inside, began = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            is_inside = False
+            found[user_line(), name].append(time.perf_counter() - began)
+
+    with ExitStack() as stack:
+        for name in _SYNCHRONISING:
+            wrap(stack, Tensor, name, functools.partial(waiting, name))
+        yield found
+
+
+def wrap(stack: ExitStack, owner: Any, name: str, around: Callable[..., AbstractContextManager[None]]) -> None:
+    """Run calls of `owner.name` in the context that `around` makes of their arguments, until `stack` is closed."""
+    original, is_own = getattr(owner, name), name in vars(owner)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with around(*args, **kwargs):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+    stack.callback(lambda: setattr(owner, name, original) if is_own else delattr(owner, name))

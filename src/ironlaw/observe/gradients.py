@@ -83,7 +83,7 @@ class GradientUse:
         strided = (p for p, _ in self._waiting.values() if p.grad is not None and p.grad.layout is torch.strided)
         self._held = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
 
-    def taken(self, name: str, operands: Any) -> None:
+    def operation_called(self, name: str, operands: Any) -> None:
         """Gradients that the loop itself computes with are read, but for filling them with zeros."""
         if not self._waiting or any(word in name for word in _READS_NOTHING):
             return
@@ -93,7 +93,7 @@ class GradientUse:
                 for one in passes:
                     one.read.add(id(weight))
 
-    def updates(self, optimizer: torch.optim.Optimizer) -> None:
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._waiting:
             return
         self._forget_cleared()

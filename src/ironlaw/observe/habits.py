@@ -1,6 +1,6 @@
-"""What a loop leaves switched on and what it keeps: looked at step by step, tried both ways at the end.
+"""What a loop leaves switched on, keeps and repeats: counted step by step, and timed both ways at the end.
 
-Every finding carries the line of the user's code where it begins, as far as the text of that code tells.
+Every fact carries the line of the user's code where it begins, as far as the run or the text of the code tells it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tracemalloc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,10 +23,11 @@ from torch import nn
 
 from ironlaw.machine import host
 from ironlaw.observe.close_look import CloseLook
-from ironlaw.observe.gradients import GradientUse
-from ironlaw.observe.inputs import padding
+from ironlaw.observe.gradients import GradientUse, parameters_of
+from ironlaw.observe.inputs import describe_inputs, padding, unwrapped
 from ironlaw.observe.measured import storage_bytes
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     clipping_line,
@@ -39,11 +40,11 @@ from ironlaw.observe.user_code import (
 )
 from ironlaw.workload.trace_kernels import tensors
 
-LEAST_STEPS, LEAST_BYTES, LEAST_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
+MIN_STEPS, MIN_BYTES, MIN_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share of the resident memory
 UNNAMED = 3  # times as many: growth that nothing of the user's holds may be a heap or a loader that still settles
-LOOKED_AT = 2  # steps done when gradients are looked into: once, for it takes time
-MOST_BATCHES = 32  # looked into for padding
-LEAST_MERGED, MOST_MERGED = 4, 16  # parts of a batch that are tried as one; two or three are views, or real and made
+LOOKED_AT = 2  # steps done before the one whose operations and gradients are looked at: once, as it takes time
+MAX_BATCHES = 32  # looked into for padding
+MIN_MERGED, MAX_MERGED = 4, 16  # parts of a batch that are tried as one; two or three are views, or real and made
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
 
@@ -77,8 +78,7 @@ MODES = (
     ),
 )  # fmt: skip
 
-
-NAMED: dict[str, tuple[str, ...]] = {
+CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
     "batch_small": ("batch_size", "BATCH_SIZE", "per_device_train_batch_size", "micro_batch", "bs"),
     **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax", "need_weights", "eager")),
@@ -86,228 +86,281 @@ NAMED: dict[str, tuple[str, ...]] = {
     "recompiles": ("compile",),
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
-"""Rule -> what the code that it is about calls, or sets."""
+"""Rule -> the names that the code it is about calls, or sets."""
+EVENTS_OF_RULES = {
+    **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
+    **dict.fromkeys(("precision", "batch_small"), "forward pass"),
+}
+"""Rule, or part of the loop -> the event that happens where it begins."""
 ONCE_A_STEP = ("updates_again", "optimizer_rebuilt", "gradients_zeroed", "graphs_retained", "gradients_uncleared")
 PROFILERS = ("profile", "emit_itt", "Profile", "setprofile", "settrace", "tracemalloc")
 DOUBLE = ("double", "float64", "set_default_dtype")
 HALF = ("autocast", "bfloat16", "float16", "half", "bf16", "fp16")
-SEEN = {
-    **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
-    **dict.fromkeys(("precision", "batch_small"), "forward pass"),
-}
-"""Rule, or part of the loop -> what is seen in the loop where it begins."""
 
 
-@dataclass
 class Habits:
-    """`look()` in every backward pass, `stepped()` after every step, `facts()` at the end; calls count by line."""
+    """Is told by hooks what the loop does, counts it by line of the user's code, and gives `facts` at the end.
 
-    module: nn.Module
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    partition: Partition | None = None  # where operations are looked at too
-    is_compiled: bool = False  # the model, or a part of it
-    on: set[str] = field(default_factory=set)
-    resident: list[int] = field(default_factory=list)
-    forwards: int = 0
-    parts: list[int] = field(default_factory=list)  # forward passes before each backward pass, of parts of the batch
-    read: int = 0  # forward passes that a backward pass has come back through
-    passes: list[float] = field(default_factory=list)  # seconds of this step's backward passes
-    graphs: list[int] = field(default_factory=list)  # of each step: autograd's count of nodes at its forward pass
-    work: int = 0  # passes and evaluations begun
-    anew: bool = True  # whether there were any between the last update and the one of its optimizer before
-    backward_seconds: float = 0.0
-    again_seconds: float = 0.0  # of backward passes through a graph that another one of the step had been through
-    lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # what was seen, by line
-    compiled: list[int] = field(default_factory=list)  # steps in which the compiler ran
-    learns_in_eval: bool = False  # the step before was of passes in evaluation mode only
-    eval_steps: int = 0
-    paddings: list[tuple[float, float]] = field(default_factory=list)  # of the first batches, as `inputs.padding`
-    call: ModuleCall | None = None  # the first one of the model
-    profiled: bool = False  # by a profiler that is not ours
+    `partition`: given where operations can be looked at one by one too. `is_compiled`: the model, or a part of it.
+    `on_step` is called when a step has ended.
+    """
 
-    def __post_init__(self) -> None:
-        self._files = files_of(self.module)
-        self.profiled = torch.autograd._profiler_enabled()
-        self.traced = any((sys.getprofile(), sys.gettrace(), tracemalloc.is_tracing()))  # Python itself, by whomever
-        self._graphs = _compiled_graphs()
-        self.gradients = GradientUse(self.module, self.optimizers)
-        self._updated: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # `work` at its last update
-        self._closely: CloseLook | None = None
-        self._parts = 0  # forward passes since the last backward pass
-        self._outputs: dict[int, Callable[[], Any]] = {}  # of this step's passes: what to call where one is used
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), partition: Partition | None = None,
+        is_compiled: bool = False, recording: LoopRecording | None = None, on_step: Callable[[int], None] | None = None,
+    ) -> None:  # fmt: skip
+        self._module, self._optimizers, self._partition = module, optimizers, partition
+        self._is_compiled, self._recording, self._on_step = is_compiled, recording, on_step
+        self._files = files_of(module)
+        self.is_profiled = torch.autograd._profiler_enabled()  # by a profiler that is not ours
+        self._is_traced = any((sys.getprofile(), sys.gettrace(), tracemalloc.is_tracing()))  # Python itself, by anybody
+        self._gradients = GradientUse(module, optimizers)
+        self._close_look: CloseLook | None = None
+        self.events: dict[str, Counter[str]] = defaultdict(Counter)  # event -> times by line
+        self._modes_on: set[str] = set()
+        self._resident: list[int] = []  # bytes, after each step
+        self.forwards = 0  # forward passes of this step
+        self._all_forwards = 0
+        self._parts: list[int] = []  # forward passes before each backward pass, of parts of the batch
+        self._parts_now = 0
+        self._outputs: dict[int, Callable[[], Any]] = {}  # address -> what to call when this output is used
+        self._graphs: list[int] = []  # of each step: autograd's count of nodes at its forward pass
+        self._backwards: list[float] = []  # seconds of this step's backward passes
+        self._backward_seconds = 0.0
+        self._repeated_seconds = 0.0  # of backward passes through a graph that another one of the step has been through
+        self._work = 0  # passes and evaluations so far
+        self._work_at_update: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._is_new_step = True  # whether there was work between the last update and the one before by its optimizer
+        self._compiled_graphs, self._compiled_in = _compiled_graphs(), list[int]()  # steps in which the compiler ran
+        self._learns_in_eval, self._eval_steps = False, 0  # whether the last step was of passes in evaluation mode only
+        self._paddings: list[tuple[float, float]] = []  # of the first batches, as `inputs.padding`
+        self._uncleared = ""  # line of the step's first backward pass, while all passes of the step found gradients
+        self.gradients_found = "none"  # by the forward pass: as `Loop.gradients`
+        self.call: ModuleCall | None = None  # the first one of the model
+        self.inputs: dict[str, Any] = {}
+        self.data_workers: int | None = None
+        self.gradient_syncs = self.skipped_updates = 0
+
+    def is_training(self, module: nn.Module) -> bool:
+        """Whether the loop learns from a pass of this module with gradients."""
+        return module.training or self._learns_in_eval
+
+    def record(self, event: str) -> str:
+        """Count an event by the line of the user's code, which is returned."""
+        place = user_line()
+        self.events[event][place] += 1
+        self._work += event == "evaluation_frequent"
+        return place
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        """Operations within are not the loop's."""
+        return self._close_look.paused() if self._close_look is not None else nullcontext()
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.forwards += 1
-        self._parts += not any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))  # another's output
-        self.work += 1
-        if self._closely is not None:
-            self._closely.pass_begins()
-        if len(self.paddings) < MOST_BATCHES and (found := padding(args, kwargs)) is not None:
-            self.paddings.append(found)
-        self._place = self.sees("forward pass")
+        self._all_forwards += 1
+        self._work += 1
+        if self.forwards == 1 and len(self._resident) == LOOKED_AT:
+            self.gradients_found = "kept" if self._has_gradients() else "none"
+        if self.call is None and (args or kwargs):
+            self.call = ModuleCall.of(unwrapped(module), args, kwargs)
+            self.inputs = describe_inputs(self.call.module, args, kwargs)
+            if self.call.module is not self._module:  # a part of it: no plan of the whole can be made from these
+                self.inputs["signature"] = None
+        if self._recording is not None and self._recording.is_running:
+            self._recording.forward_begins(self.forwards == 1, [args, kwargs])
+            args, kwargs = (), {}  # what looks into them would be recorded
+        self._parts_now += not any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))  # no output
+        if self._close_look is not None:
+            self._close_look.pass_begins()
+        if len(self._paddings) < MAX_BATCHES and (found := padding(args, kwargs)) is not None:
+            self._paddings.append(found)
+        self._place = self.record("forward pass")
         for address in storage_bytes([args, kwargs]):  # of one part of the model, for another: detached, and of use
             self._outputs.pop(address, bool)()
 
     def forward_ended(self, output: Any) -> None:
-        """A gradient that comes to any of its outputs tells that the pass was of use."""
-        place, come = self._place, False
-        self.lines["unread pass"][place] += 1
+        """Count the pass as unread until a gradient comes to any of its outputs."""
+        place, is_read = self._place, False
+        self.events["unread pass"][place] += 1
 
-        def comes(gradient: torch.Tensor | None = None) -> None:
-            nonlocal come
-            if not come:
-                come = True
-                self.read += 1
-                self.lines["unread pass"][place] -= 1
+        def read(gradient: torch.Tensor | None = None) -> None:
+            nonlocal is_read
+            self.events["unread pass"][place] -= not is_read
+            is_read = True
 
         for tensor in tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(comes)
-                self._outputs |= dict.fromkeys(storage_bytes([tensor]), comes)
-                if tensor.grad_fn is not None and len(self.graphs) <= len(self.resident):
-                    self.graphs.append(tensor.grad_fn._sequence_nr())
-
-    def aside(self) -> AbstractContextManager[None]:
-        """What is asked within is no doing of the loop's."""
-        return self._closely.aside() if self._closely is not None else nullcontext()
+                tensor.register_hook(read)
+                self._outputs |= dict.fromkeys(storage_bytes([tensor]), read)
+                if tensor.grad_fn is not None and len(self._graphs) <= len(self._resident):
+                    self._graphs.append(tensor.grad_fn._sequence_nr())
 
     def backward_begins(self, roots: Any) -> None:
-        self.work += 1
-        self.parts.append(self._parts)
-        self._parts = 0
-        with self.aside():
-            self.gradients.backward_begins(roots)
-        if self._closely is not None:
-            self._closely.pass_begins(roots)
+        is_first = not self._backwards and self.forwards == 1 and len(self._resident) >= LOOKED_AT
+        self._work += 1
+        self._parts.append(self._parts_now)
+        self._parts_now = 0
+        with self._unseen():
+            self._gradients.backward_begins(roots)
+            self._look_for_gradients(is_first)
+        if self._close_look is not None:
+            self._close_look.pass_begins(roots)
         self._backward_began = time.perf_counter()
 
-    def backward_ended(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What `torch.autograd.backward` was given."""
-        self.passes.append(time.perf_counter() - self._backward_began)
-        given = dict(zip(("tensors", "grad_tensors", "retain_graph", "create_graph"), args, strict=False)) | kwargs
-        if given.get("retain_graph") or given.get("create_graph"):  # a graph of the pass itself keeps the forward's
-            self.sees("graphs_retained")
-        self.gradients.backward_ended()
-        self.look()
+    def _look_for_gradients(self, is_first: bool) -> None:
+        """Whether all backward passes of a step find gradients of the last one. A pass for another model's update may
+        come before they are cleared."""
+        is_first = is_first and self.gradients_found != "none"
+        if is_first and not self._has_gradients():
+            self.gradients_found = "forward"
+        elif is_first or self._uncleared:
+            found = any(bool(p.grad.any()) for p in parameters_of(self._optimizers) if p.grad is not None)
+            self._uncleared = (self._uncleared or user_line()) if found else ""
 
-    def sees(self, what: str) -> str:
-        """Counted by the line of the user's code, which it returns."""
-        place = user_line()
-        self.lines[what][place] += 1
-        self.work += what == "evaluation_frequent"
-        return place
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._module.parameters())
 
-    def updates(self, optimizer: torch.optim.Optimizer, observed: bool) -> None:
-        with self.aside():
-            self.gradients.updates(optimizer)
-        if not observed:
+    def backward_ended(self, keeps_graph: bool) -> None:
+        self._backwards.append(time.perf_counter() - self._backward_began)
+        if keeps_graph:
+            self.record("graphs_retained")
+        self._gradients.backward_ended()
+        self._look_for_modes()
+        if self._recording is not None:
+            self._recording.backward_ended()
+
+    def update_begins(self, optimizer: torch.optim.Optimizer, is_observed: bool) -> None:
+        with self._unseen():
+            self._gradients.update_begins(optimizer)
+        if not is_observed:
             return
-        self.anew = not self.work or self._updated.get(optimizer) != self.work
-        self._updated[optimizer] = self.work
-        if not self.anew:
-            self.sees("updates_again")
-        self.sees("update")
+        self._is_new_step = not self._work or self._work_at_update.get(optimizer) != self._work
+        self._work_at_update[optimizer] = self._work
+        if not self._is_new_step:
+            self.record("updates_again")
+        self.record("update")
 
-    def cleared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """What `zero_grad` was given: whether gradients become zeros instead of nothing."""
-        if kwargs.get("set_to_none", args[0] if args else True) is False:
-            self.sees("gradients_zeroed")
+    def gradients_cleared(self, set_to_none: bool) -> None:
+        if set_to_none is False:
+            self.record("gradients_zeroed")
+        if self._recording is not None:
+            self._recording.gradients_cleared()
 
-    def look(self) -> None:
-        self.on |= {mode.name for mode in MODES if mode.is_on()}
+    def _look_for_modes(self) -> None:
+        self._modes_on |= {mode.name for mode in MODES if mode.is_on()}
 
-    def stepped(self, forwards: int) -> None:
-        """A step of so many passes in training mode, or in the other where `learns_in_eval`."""
-        self.look()
-        self.learns_in_eval = not (forwards if not self.learns_in_eval else self.module.training)
-        self.eval_steps += self.learns_in_eval
-        self.backward_seconds += sum(self.passes)
-        self.again_seconds += sum(sorted(self.passes)[: max(0, len(self.passes) - max(1, forwards))])
-        self.passes = []
+    def updated(self) -> None:
+        """The optimizer has updated, the last one where there are several: the step ends, if there was one."""
+        if not self._is_new_step:
+            return
+        if self._uncleared:
+            self.events["gradients_uncleared"][self._uncleared] += 1
+            self._uncleared = ""
+        forwards, self.forwards = self.forwards, 0
+        self._look_for_modes()
+        self._learns_in_eval = not (self._module.training if self._learns_in_eval else forwards)
+        self._eval_steps += self._learns_in_eval
+        self._backward_seconds += sum(self._backwards)
+        self._repeated_seconds += sum(sorted(self._backwards)[: max(0, len(self._backwards) - max(1, forwards))])
+        self._backwards = []
         self._outputs.clear()
-        self.resident.append(host.resident_bytes())
-        if len(self.resident) == LOOKED_AT:
+        self._resident.append(host.resident_bytes())
+        if len(self._resident) == LOOKED_AT:
             self._begin_look()
-        elif len(self.resident) == LOOKED_AT + 1:
+        elif len(self._resident) == LOOKED_AT + 1:
             self.end_look()
-        if (graphs := _compiled_graphs()) > self._graphs:
-            self.compiled.append(len(self.resident))
-            self._graphs = graphs
+        if (graphs := _compiled_graphs()) > self._compiled_graphs:
+            self._compiled_in.append(len(self._resident))
+            self._compiled_graphs = graphs
+        if self._on_step is not None:
+            self._on_step(forwards)
 
     def _begin_look(self) -> None:
-        if self.is_compiled or self.compiled:  # a hook of every module would have compiled ones compiled again
+        if self._is_compiled or self._compiled_in:  # a hook of every module would have compiled ones compiled again
             return
-        self.gradients.begin()
-        if self.partition is not None and not _compiled_graphs():
-            self._closely = CloseLook(self.partition, self.module, self.gradients.taken)
-            self._closely.begin()
+        self._gradients.begin()
+        if self._partition is not None and not _compiled_graphs():
+            self._close_look = CloseLook(self._partition, self._module, self._gradients.operation_called)
+            self._close_look.begin()
 
     def end_look(self) -> None:
-        self.gradients.end()
-        if self._closely is not None:
-            self._closely.end()
+        self._gradients.end()
+        if self._close_look is not None:
+            self._close_look.end()
 
-    def facts(self, precision: str | None) -> dict[str, Any]:
-        here = self.partition is not None
+    def facts(self, steps: Sequence[float]) -> dict[str, Any]:
+        """`steps`: their seconds."""
+        precision = self.inputs.get("precision")
+        closely = self._partition is not None
+        rebuilt = self._most_frequent("loader started")
         return {
             "left_on": [
-                {"name": mode.name, "saved": _saved_without(mode, self.call), "remedy": mode.remedy,
+                {"name": mode.name, "saved": self._saved_without(mode), "remedy": mode.remedy,
                  "place": line_calling(mode.names, self._files)}
-                for mode in MODES if mode.name in self.on
+                for mode in MODES if mode.name in self._modes_on
             ],
-            "float64": self._tried(self._most_weights() is torch.float64, None, torch.float32, DOUBLE),
-            "half": self._tried(here and precision in ("bf16", "fp16"), None, torch.float32, HALF),
-            "bf16": self._tried(here and precision == "fp32", torch.bfloat16, None),
-            "passes_apart": self._apart(),
+            "float64": self._try_types(self._is_float64(), None, torch.float32, DOUBLE),
+            "half": self._try_types(closely and precision in ("bf16", "fp16"), None, torch.float32, HALF),
+            "bf16": self._try_types(closely and precision == "fp32", torch.bfloat16, None),
+            "passes_apart": self._passes_apart(),
             "memory_grows": self._growth(),
-            "graphs_again": self._again(),
-            **{fact: self.most_seen(fact) for fact in ONCE_A_STEP},
-            **self.gradients.facts(self._files),
-            **(self._closely.facts(self.lines["forward pass"]) if self._closely is not None else {}),
+            "graphs_again": self._graphs_again(),
+            **{fact: self._most_frequent(fact) for fact in ONCE_A_STEP},
+            **self._gradients.facts(self._files),
+            **(self._close_look.facts(self.events["forward pass"]) if self._close_look is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
             "places": self._places(),
-            "rollouts": self.lines["rollout"].total() / max(1, self.lines["evaluation_frequent"].total()),
-            "forwards_unread": self._unread(),
-            "profiled": line_calling(PROFILERS, self._files) or "?" if self.profiled or self.traced else None,
+            "rollouts": self.events["rollout"].total() / max(1, self.events["evaluation_frequent"].total()),
+            "forwards_unread": self._forwards_unread(),
+            "profiled": line_calling(PROFILERS, self._files) or "?" if self.is_profiled or self._is_traced else None,
+            "recompile_seconds": self._recompile_seconds(steps),
+            "gradients_found": self.gradients_found,
+            "gradient_syncs_per_step": self.gradient_syncs / len(steps),
+            "skipped_updates": self.skipped_updates,
+            "data_workers": self.data_workers,
+            **({"data_stage": "rebuilt", "data_place": rebuilt["place"]} if rebuilt else {}),
+            **{key: value for key, value in self.inputs.items() if key != "signature"},
         }  # fmt: skip
 
-    def _unread(self) -> dict[str, Any] | None:
+    def _forwards_unread(self) -> dict[str, Any] | None:
         """Forward passes with gradients enabled that no backward pass comes through."""
-        if not self.read or self.read >= self.forwards:
+        unread, whole = self.events["unread pass"], self._all_forwards
+        if not 0 < unread.total() < whole:
             return None
-        lines = [place for place, count in self.lines["unread pass"].most_common(3) if count]
-        told = f"backward passes come through {self.read} of {self.forwards} forward passes"
-        return {"part": 1 - self.read / self.forwards, "place": None, "lines": [*lines, told]}
+        lines = [place for place, count in unread.most_common(3) if count]
+        text = f"backward passes come through {whole - unread.total()} of {whole} forward passes"
+        return {"part": unread.total() / whole, "place": None, "lines": [*lines, text]}
 
     def _padding(self) -> dict[str, Any] | None:
-        if not self.paddings:
+        if not self._paddings:
             return None
-        part, columns = (statistics.mean(parts) for parts in zip(*self.paddings, strict=True))
-        return {"part": part, "columns": columns, "place": padding_line(self._files) or self._passes_at()}
+        part, columns = (statistics.mean(parts) for parts in zip(*self._paddings, strict=True))
+        return {"part": part, "columns": columns, "place": padding_line(self._files) or self._forward_line()}
 
-    def _again(self) -> dict[str, Any] | None:
+    def _graphs_again(self) -> dict[str, Any] | None:
         """Backward passes that one of the sum of their losses would do, where the graph is kept for them."""
-        kept = self.most_seen("graphs_retained")
-        if kept is None or not self.again_seconds:
+        kept = self._most_frequent("graphs_retained")
+        if kept is None or not self._repeated_seconds:
             return None
-        return {"part": self.again_seconds / self.backward_seconds, "place": kept["place"]}
+        return {"part": self._repeated_seconds / self._backward_seconds, "place": kept["place"]}
 
-    def _passes_at(self) -> str:
-        return self.lines["forward pass"].most_common(1)[0][0]
+    def _forward_line(self) -> str:
+        return self.events["forward pass"].most_common(1)[0][0]
 
     def _left_in_eval(self) -> dict[str, Any] | None:
         """Where most steps learned without what training mode switches on, and the model has any of it."""
         differs = any(
             (isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0)
             or (isinstance(m, nn.modules.batchnorm._NormBase) and any(p.requires_grad for p in m.parameters()))
-            for m in self.module.modules()
+            for m in self._module.modules()
         )
-        if not differs or 2 * self.eval_steps < len(self.resident):
+        if not differs or 2 * self._eval_steps < len(self._resident):
             return None
-        place = line_calling(("eval",), self._files) or self._passes_at()
-        return {"place": place, "per_step": self.eval_steps / len(self.resident)}
+        place = line_calling(("eval",), self._files) or self._forward_line()
+        return {"place": place, "per_step": self._eval_steps / len(self._resident)}
 
     def _unscaled(self, precision: str | None) -> dict[str, Any] | None:
         scaled = any(issubclass(type(held), torch.amp.GradScaler) for held in gc.get_objects())
@@ -317,106 +370,97 @@ class Habits:
 
     def _places(self) -> dict[str, str]:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
-        seen = {rule: self.lines[what].most_common(1)[0][0] for rule, what in SEEN.items() if self.lines[what]}
-        named = {rule: line_calling(names, self._files) for rule, names in NAMED.items()}
-        named["clipping"] = clipping_line(self._files)
-        found = seen | {rule: place for rule, place in named.items() if place}
-        softmax = self._closely.place_of("_softmax") if self._closely is not None else "?"
-        found |= {"attention_unfused": softmax} if softmax != "?" else {}
+        found = {rule: self.events[event].most_common(1)[0][0] for rule, event in EVENTS_OF_RULES.items()
+                 if self.events[event]}  # fmt: skip
+        for rule, names in CALLS_OF_RULES.items():
+            found[rule] = line_calling(names, self._files) or found.get(rule, "?")
+        found["clipping"] = clipping_line(self._files) or "?"
+        if self._close_look is not None:
+            found["attention_unfused"] = self._close_look.place_of("_softmax") or found["attention_unfused"]
         return {rule: place for rule, place in found.items() if place != "?"}
 
-    def most_seen(self, what: str) -> dict[str, Any] | None:
-        """The line where it was seen most, if about once per step."""
-        steps = max(1, len(self.resident))
-        place, count = max(self.lines[what].items(), key=lambda one: one[1], default=("", 0))
+    def _most_frequent(self, event: str) -> dict[str, Any] | None:
+        """The line where it happened most, if about once per step."""
+        steps = max(1, len(self._resident))
+        place, count = max(self.events[event].items(), key=lambda one: one[1], default=("", 0))
         return {"place": place, "per_step": count / steps} if count >= 0.5 * steps else None
 
-    def recompile_seconds(self, steps: Sequence[float]) -> float:
+    def _recompile_seconds(self, steps: Sequence[float]) -> float:
         """Of the steps after the first few in which the compiler ran, above the median step."""
         usual = statistics.median(steps)
-        return sum(max(0.0, steps[n - 1] - usual) for n in self.compiled if SETTLED < n <= len(steps))
+        return sum(max(0.0, steps[n - 1] - usual) for n in self._compiled_in if SETTLED < n <= len(steps))
 
-    def _apart(self) -> dict[str, Any] | None:
-        """Return the share of the passes that one pass over all parts of the batch saves. Micro-batches with a backward
-        pass each, as memory may want them, are no parts; at most `MOST_MERGED` parts are tried."""
-        times = min(MOST_MERGED, statistics.median_low(self.parts or [0]))
-        tried = self.call is not None and self.partition is not None and times >= LEAST_MERGED
-        one = self.call.passes() if self.call is not None and tried else None
-        all_in_one = self.call.passes(times=times) if self.call is not None and one is not None else None
-        if one is None or all_in_one is None:
+    def _passes_apart(self) -> dict[str, Any] | None:
+        """The share of the passes that one pass over all parts of the batch saves. Micro-batches with a backward pass
+        each, as memory may want them, are no parts; at most `MAX_MERGED` parts are tried."""
+        times = min(MAX_MERGED, statistics.median_low(self._parts or [0]))
+        if self.call is None or self._partition is None or times < MIN_MERGED:
             return None
-        place = self._passes_at()
-        told = f"{times} of them timed one by one and as one at the end of the run"
+        one, merged = self.call.passes(), self.call.passes(times=times)
+        if one is None or merged is None:
+            return None
+        part = share_saved(lambda: [one() for _ in range(times)], merged)
+        text = f"{times} of them timed one by one and as one at the end of the run"
+        return {"part": part, "place": self._forward_line(), "lines": [text]}
 
-        def one_by_one() -> None:
-            for _ in range(times):
-                one()
+    def _is_float64(self) -> bool:
+        """Most weights are."""
+        sizes = [(p.dtype is torch.float64, p.numel()) for p in self._module.parameters()]
+        return 2 * sum(size for is_double, size in sizes if is_double) > sum(size for _, size in sizes)
 
-        return {"part": share_saved(one_by_one, all_in_one), "place": place, "lines": [told]}
-
-    def _most_weights(self) -> torch.dtype | None:
-        sizes: Counter[torch.dtype] = Counter()
-        for parameter in self.module.parameters():
-            sizes[parameter.dtype] += parameter.numel()
-        return max(sizes, key=lambda dtype: sizes[dtype], default=None)
-
-    def _tried(
+    def _try_types(
         self, wanted: bool, autocast: torch.dtype | None, dtype: torch.dtype | None, names: tuple[str, ...] = ()
     ) -> dict[str, Any] | None:
         """Share of a forward and backward pass that these types save, 0 where they cannot be tried; and the line that
-        sets the type there is now."""
+        sets the present type."""
         if not wanted:
             return None
-        then = replace(self.call, autocast=autocast).passes(dtype) if self.call is not None else None
-        now = self.call.passes() if self.call is not None and then is not None else None
+        now, then = None, replace(self.call, autocast=autocast).passes(dtype) if self.call is not None else None
+        if self.call is not None and then is not None:
+            now = self.call.passes()
         saved = share_saved(now, then) if now is not None and then is not None else 0.0
         return {"saved": saved, "place": line_calling(names, self._files)}
 
+    def _saved_without(self, mode: Mode) -> float:
+        """Share of the model's passes that the other position of the switch saves."""
+        passes = self.call.passes() if self.call is not None else None
+        if passes is None:
+            return 0.0
+        was_on = mode.is_on()
+
+        def run(on: bool) -> None:
+            mode.switch(on)
+            passes()
+
+        try:
+            return share_saved(lambda: run(True), lambda: run(False))
+        finally:
+            mode.switch(was_on)
+
     def _growth(self) -> dict[str, Any] | None:
         """Bytes per step by which the process grew, evenly, to the end of the loop."""
-        settled = self.resident[len(self.resident) // 4 :]
-        if len(settled) < LEAST_STEPS:
+        settled = self._resident[len(self._resident) // 4 :]
+        if len(settled) < MIN_STEPS:
             return None
         size = len(settled) // 4
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
-        rises = [after - before for before, after in itertools.pairwise(middles)]
-        grown = middles[-1] - middles[0]
-        name, weight = holder_of(len(self.resident), self.graphs) or (None, 0.0)
+        grown, rises = middles[-1] - middles[0], [after - before for before, after in itertools.pairwise(middles)]
+        name, weight = holder_of(len(self._resident), self._graphs) or (None, 0.0)
         name = name if weight >= EVEN * grown else None
-        graphs = weight == float("inf")
         doubt = 1 if name else UNNAMED
-        even = grown >= doubt * max(LEAST_BYTES, LEAST_GROWTH * middles[0]) and min(rises) >= EVEN * grown / 3
-        even &= len(settled) >= doubt * LEAST_STEPS
-        even &= name is not None or not self.profiled  # a profiler's record grows too
-        if not (even or graphs):  # graphs of all steps are a leak, however small each is
+        is_even = (
+            grown >= doubt * max(MIN_BYTES, MIN_GROWTH * middles[0])
+            and min(rises) >= EVEN * grown / 3
+            and len(settled) >= doubt * MIN_STEPS
+            and (name is not None or not self.is_profiled)  # a profiler's record grows too
+        )
+        if not is_even and weight != float("inf"):  # graphs of all steps are a leak, however small each is
             return None
-        return {
-            "bytes_per_step": max(0.0, grown / (3 * size)), "holder": name,
-            "place": growing_line(name, self._files) if name else None,
-        }  # fmt: skip
+        place = growing_line(name, self._files) if name else None
+        return {"bytes_per_step": max(0.0, grown / (3 * size)), "holder": name, "place": place}
 
 
 def _compiled_graphs() -> int:
     """So far in this process, where the compiler has been imported at all."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return int(counters["stats"]["unique_graphs"]) if counters else 0
-
-
-def _saved_without(mode: Mode, call: ModuleCall | None) -> float:
-    """Share of the model's passes that another position of the switch saves."""
-    passes = call.passes() if call is not None else None
-    if passes is None:
-        return 0.0
-
-    def under(on: bool) -> Callable[[], None]:
-        def work() -> None:
-            before = mode.is_on()
-            mode.switch(on)
-            try:
-                passes()
-            finally:
-                mode.switch(before)
-
-        return work
-
-    return share_saved(under(True), under(False))

@@ -31,9 +31,17 @@ def padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float
     return float(run.sum()) / ids.numel(), float(columns) / ids.shape[1]
 
 
-def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> dict[str, Any]:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Without the wrappers of data parallelism and of the compiler."""
+    inner: Any = getattr(model, "_orig_mod", None)
+    if inner is None and type(model).__name__ in ("DistributedDataParallel", "DataParallel"):
+        inner = model.module
+    return model if inner is None else unwrapped(inner)
+
+
+def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Precision, batch and tokens of one forward pass; `signature`: the inputs as a trace takes them, if it can."""
-    given = list(tensors((args, kwargs)))
+    given, device = list(tensors((args, kwargs))), next((p.device.type for p in module.parameters()), "cpu")
     first = next(iter(given), None)
     integers = next((t for t in given if not t.is_floating_point() and t.dim() == 2), None)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

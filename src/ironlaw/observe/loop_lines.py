@@ -12,22 +12,22 @@ from types import CodeType, FrameType
 from typing import Any
 
 from ironlaw.observe.partition import Interval
-from ironlaw.observe.user_code import is_users, line_of, user_frame, user_frames
+from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
 
 
 class LineTrace:
-    """Calls `told` with each line that begins in the user's functions: in those that are on the stack when it begins,
+    """Calls `report` with each line that begins in the user's functions: in those that are on the stack when it begins,
     and with `everywhere` in those that are called later, too. It does nothing if another trace function is set."""
 
-    def __init__(self, told: Callable[[str], None], everywhere: bool = False) -> None:
+    def __init__(self, report: Callable[[str], None], everywhere: bool = False) -> None:
         self.functions: set[CodeType] = set()
-        self._told, self._everywhere = told, everywhere
+        self._report, self._everywhere = report, everywhere
 
     def begin(self) -> None:
         if sys.gettrace() is None:
             for frame in user_frames():
                 self.functions.add(frame.f_code)
-                frame.f_trace = self._tells
+                frame.f_trace = self._line
             sys.settrace(self._called)
 
     def end(self) -> None:
@@ -38,12 +38,11 @@ class LineTrace:
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         wanted = frame.f_code in self.functions or (self._everywhere and is_users(frame.f_code.co_filename))
-        return self._tells(frame, event, None) if wanted else None
+        return self._line(frame, event, None) if wanted else None
 
-    def _tells(self, frame: FrameType, event: str, _: Any) -> Any:
-        at = user_frame(frame.f_back) if event == "return" else frame
-        self._told(line_of(at) if at is not None else "?")
-        return self._tells
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        self._report(user_line(frame.f_back) if event == "return" else line_of(frame))
+        return self._line
 
 
 class LoopLines(LineTrace):

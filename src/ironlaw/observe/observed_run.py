@@ -6,7 +6,6 @@ import json
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,10 @@ class Observed:
     module: nn.Module | None
     signature: list[Input] | None
 
+    @property
+    def recorded_seconds(self) -> list[float]:
+        return [step.wall_seconds for number, step in enumerate(self.steps, 1) if number in self.recorded]
+
 
 def write_observed(out: Path, observed: Observed) -> None:
     out.mkdir(parents=True, exist_ok=True)
@@ -58,54 +61,43 @@ def write_observed(out: Path, observed: Observed) -> None:
 
 
 def _write_operations(path: Path, observed: Observed) -> str | None:
-    """Trace one micro-batch; why not, if not."""
+    """Trace one micro-batch, and a larger one: what that is worth is the difference of two plans. Returns why not, if
+    it cannot be traced."""
+    from ironlaw.workload.trace import trace
     from ironlaw.workload.trace_store import trace_to_json
 
-    if observed.module is None:
+    module, inputs, facts = observed.module, observed.signature, observed.facts
+    if module is None:
         return "observe(..., plan=False)"
-    if not observed.signature:
+    if not inputs:
         return "the module takes something that is no tensor, so it cannot be traced"
-    precision, traced = observed.facts["autocast"], partial(_traced, observed.module, observed.facts["device"] == "cpu")
+    on_cpu = facts["device"] == "cpu"
+
+    def traced(inputs: list[Input]) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return trace_to_json(trace(module, inputs, precision=facts["autocast"] or "as is", cpu=on_cpu))
+
     try:
-        document = trace_to_json(traced(observed.signature, precision))
+        document = traced(inputs) | {"variants": {}}
     except UserError as error:
         return str(error)
-    document["variants"] = {}
-    for name, how in _variants(observed, precision).items():
+    if len({i.shape[0] for i in inputs if i.shape}) == 1:  # else it is no batch: nodes and edges of one graph
+        factor = larger_by(facts)
+        larger = [replace(i, shape=(factor * i.shape[0], *i.shape[1:])) if i.shape else i for i in inputs]
         with suppress(UserError):
-            document["variants"][name] = trace_to_json(traced(*how))
+            document["variants"]["larger_batch"] = traced(larger)
     write_json(path, document)
-    if observed.facts["device"] == "cpu":
-        precision = observed.facts.get("precision")
-        observed.facts["attention_seconds"] = attention_seconds(score_products(document), precision)
-        observed.facts["fused_calls_seconds"] = attention_seconds(fused_calls(document), precision)
+    if on_cpu:
+        facts["attention_seconds"] = attention_seconds(score_products(document), facts.get("precision"))
+        facts["fused_calls_seconds"] = attention_seconds(fused_calls(document), facts.get("precision"))
     return None
 
 
 def larger_by(facts: dict[str, Any]) -> int:
-    """How many micro-batches the larger one holds: those of a step merged, else eight."""
+    """Returns how many micro-batches the larger one holds: those of a step merged, else eight."""
     accumulation = int(facts.get("accumulation") or 1)
     return accumulation if accumulation > 1 else BATCH_FACTOR
-
-
-def _traced(module: nn.Module, cpu: bool, inputs: list[Input], precision: Any) -> Any:
-    from ironlaw.workload.trace import trace
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return trace(module, inputs, precision=precision or "as is", cpu=cpu)
-
-
-def _variants(observed: Observed, precision: str | None) -> dict[str, tuple[list[Input], str | None]]:
-    """Inputs and precision of the same module as it could be run: a remedy is worth the difference of two plans."""
-    assert observed.signature is not None
-    wanted: dict[str, tuple[list[Input], str | None]] = {}
-    batches = {i.shape[0] for i in observed.signature if i.shape}
-    if len(batches) == 1:  # else it is no batch: nodes and edges of one graph
-        factor = larger_by(observed.facts) * batches.pop()
-        larger = [replace(i, shape=(factor, *i.shape[1:])) if i.shape else i for i in observed.signature]
-        wanted["larger_batch"] = larger, precision
-    return wanted
 
 
 def observed_ledger(observed: Observed) -> Ledger:
@@ -115,24 +107,26 @@ def observed_ledger(observed: Observed) -> Ledger:
     slowed |= {max(observed.recorded) + 1} if observed.recorded else set()  # the profiler's end falls into it
     usable = [t for number, t in enumerate(observed.steps, 1) if number not in slowed]
     kept = usable[warmup_steps(len(usable)) :] or usable or observed.steps
-    seen = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
+    phases = {phase for phase in STEP_PHASES if any(step.phase_seconds.get(phase) for step in typical(kept))}
     tokens = (observed.facts.get("tokens_per_micro_batch") or 0) * observed.facts["accumulation"]
-    add_steps(ledger, kept, seen, tokens)
+    add_steps(ledger, kept, phases, tokens)
     for name in ("delayed_seconds", "delayed_gap_seconds", "paused_seconds"):
         ledger.facts[name] = float(np.mean([getattr(step, name) for step in typical(kept)]))
-    totals = ledger.totals
     ledger.facts["steps_done"] = len(observed.steps)
-    totals["parameters"] = Estimate(observed.facts["model"]["parameters"], Origin.CALCULATED, "of the module, once")
-    totals["total_seconds"] = Estimate(observed.seconds, measured, "wall time inside `with ironlaw.observe`")
-    totals["resident_bytes"] = Estimate(
-        observed.resident_peak_bytes, measured, "largest resident size of the process, sampled twice a second"
-    )
+    parameters, resident = observed.facts["model"]["parameters"], observed.resident_peak_bytes
+    ledger.totals |= {
+        "parameters": Estimate(parameters, Origin.CALCULATED, "of the module, once"),
+        "total_seconds": Estimate(observed.seconds, measured, "wall time inside `with ironlaw.observe`"),
+        "resident_bytes": Estimate(
+            resident, measured, "largest resident size of the process, sampled twice a second"
+        ),
+    }  # fmt: skip
     if observed.joules is not None:
-        totals["energy_joules"] = Estimate(observed.joules, measured, observed.joules_basis)
+        ledger.totals["energy_joules"] = Estimate(observed.joules, measured, observed.joules_basis)
     for name in ("loss", "train_loss"):
         losses = [m[name] for m in observed.metrics if isinstance(m.get(name), float)]
         if losses:
-            totals["train_loss"] = Estimate(losses[-1], measured, "the last that the loop logged")
+            ledger.totals["train_loss"] = Estimate(losses[-1], measured, "the last that the loop logged")
     ledger.facts["wall_seconds"] = _wall(observed)
     _add_profile(ledger, observed)
     return ledger
@@ -143,8 +137,8 @@ def _wall(observed: Observed) -> dict[str, float]:
         str(phase): sum(step.phase_seconds.get(phase, 0.0) for step in observed.steps)
         for phase in (Phase.EVALUATION, Phase.CHECKPOINT)
     }
-    training = sum(t.wall_seconds for n, t in enumerate(observed.steps, 1) if n not in observed.recorded)
-    recorded = sum(t.wall_seconds for n, t in enumerate(observed.steps, 1) if n in observed.recorded)
+    recorded = sum(observed.recorded_seconds)
+    training = sum(step.wall_seconds for step in observed.steps) - recorded
     wall = {"training": training, **between, "profiling": recorded + observed.profiling_seconds}
     return wall | {"other": max(0.0, observed.seconds - sum(wall.values()))}
 
@@ -159,10 +153,9 @@ def _add_profile(ledger: Ledger, observed: Observed) -> None:
     if profile is None:
         return
     ledger.lines = profile.lines
-    recorded = [t.wall_seconds for n, t in enumerate(observed.steps, 1) if n in observed.recorded]
-    ledger.facts["profiled_step_seconds"] = float(np.mean(recorded))
-    ledger.facts["timeline"] = profile.timeline
-    ledger.facts["launches_per_step"] = profile.launches
-    ledger.facts["recomputed_seconds"] = profile.recomputed_seconds
+    ledger.facts |= {
+        "profiled_step_seconds": float(np.mean(observed.recorded_seconds)), "timeline": profile.timeline,
+        "launches_per_step": profile.launches, "recomputed_seconds": profile.recomputed_seconds,
+    }  # fmt: skip
     if peak is not None:
-        ledger.facts["memory_groups"], ledger.facts["memory_curve"] = peak.groups, peak.curve
+        ledger.facts |= {"memory_groups": peak.groups, "memory_curve": peak.curve}

@@ -7,7 +7,8 @@ it computed (host) or it waited (idle).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +91,15 @@ class Partition:
             self.intervals[-1].phase = self._stack[-1]
         else:
             self.intervals[-1].after = ended
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """The phase lasts as long as the block."""
+        self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end()
 
     def cut(self) -> None:
         """The step ends here. It is `done` once its times are known: at once, or on CUDA some steps later."""

@@ -26,7 +26,7 @@ from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
 from ironlaw.workload.trace_kernels import tensors
 
 EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
-MOST_LINES = 12  # of a phase: more are not kept
+MAX_LINES = 12  # of a phase: more are not kept
 BUSY = 0.1  # of a core: a thread that computes less holds nothing up
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
@@ -119,7 +119,7 @@ class StackSampler:
             return place if most == place else f"{place} (in {most})"
 
         return {
-            str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(MOST_LINES)]
+            str(phase): [(named(phase, place), count / here.total()) for place, count in here.most_common(MAX_LINES)]
             for phase, here in counts.items()
             if here
         }

@@ -10,8 +10,8 @@ from ironlaw.ledger import Phase
 from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.spans import Span, device_kind, group_of, kind_of
 
-SHORTEST = 0.002  # of the step: what is shorter joins its neighbour
-MOST_SEGMENTS = 400
+MIN_SHARE = 0.002  # of the step: what is shorter joins its neighbour
+MAX_SEGMENTS = 400
 
 
 @dataclass
@@ -52,9 +52,9 @@ def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any
     """The document that `ledger.facts["timeline"]` holds: seconds from the beginning of the step."""
     whole = end - begin
     inside = sorted((s for s in segments if s.end > begin and s.start < end), key=lambda s: (s.lane, s.start))
-    shortest = SHORTEST * whole
+    shortest = MIN_SHARE * whole
     merged = _merge(inside, shortest)
-    while len(merged) > MOST_SEGMENTS:
+    while len(merged) > MAX_SEGMENTS:
         shortest *= 2
         merged = _merge(merged, shortest)
     shown = [

@@ -17,7 +17,7 @@ from ironlaw.files import open_file
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event
 
 _CHUNK = 1 << 20
-_LARGEST_EVENT = 64 * _CHUNK
+_MAX_EVENT_BYTES = 64 * _CHUNK
 _WHERE = {
     "cpu_op": CPU, "user_annotation": CPU, "python_function": CPU, "operator": CPU,
     "kernel": DEVICE, "gpu_memcpy": DEVICE, "gpu_memset": DEVICE, "privateuse1_runtime": RUNTIME,
@@ -85,8 +85,8 @@ def _raw_events(file: IO[str], header: dict[str, Any]) -> Iterator[dict[str, Any
         try:
             value, position = decoder.raw_decode(buffer, position)
         except json.JSONDecodeError:
-            if len(buffer) - position > _LARGEST_EVENT:
-                raise UserError(f"it is no trace: it has an event of over {_LARGEST_EVENT >> 20} MiB") from None
+            if len(buffer) - position > _MAX_EVENT_BYTES:
+                raise UserError(f"it is no trace: it has an event of over {_MAX_EVENT_BYTES >> 20} MiB") from None
             more = file.read(max(_CHUNK, len(buffer) - position))
             if not more:  # a trace that was cut off: what came before it counts
                 return

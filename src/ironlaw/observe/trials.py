@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 from ironlaw.kernels.attention import causal_attention
 from ironlaw.workload.trace_kernels import tensors
 
-TURNS, LEAST_TURNS, MOST_SECONDS = 7, 2, 1.0
+TURNS, MIN_TURNS, MAX_SECONDS = 7, 2, 1.0
 ALIGNMENT = 64  # elements: tiles of matrix units, cache lines, and every vector width in use divide it
-LEAST_ROWS, LEAST_ODD, REPEATS = 256, 100, 5
+MIN_ROWS, MAX_ROWS, MIN_ODD, REPEATS = 256, 4096, 100, 5
 THREAD_CALLS = 12
-MOST_LAYERS = 4
+MAX_LAYERS = MAX_MISALIGNED = 4
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "fused": torch.nn.functional.scaled_dot_product_attention,
     "native": lambda q, k, v, is_causal: causal_attention(q, k, v),
@@ -77,11 +77,11 @@ class ModuleCall:
         return both_ways
 
 
-def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[list[float]]:
-    """Seconds of each way, tried one after the other, so often or as often as there is time for."""
+def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> list[list[float]]:
+    """Seconds of each way, tried one after the other, for so many turns or as many as there is time for."""
     seconds: list[list[float]] = [[] for _ in works]
-    until = time.perf_counter() + MOST_SECONDS
-    while len(seconds[0]) < turns and (len(seconds[0]) < LEAST_TURNS or time.perf_counter() < until):
+    until = time.perf_counter() + MAX_SECONDS
+    while len(seconds[0]) < turns and (len(seconds[0]) < MIN_TURNS or time.perf_counter() < until):
         for work, times in zip(works, seconds, strict=True):
             began = time.perf_counter()
             work()
@@ -89,10 +89,19 @@ def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS) -> list[li
     return seconds
 
 
-def share_saved(now: Callable[[], None], then: Callable[[], None], turns: int = TURNS) -> float:
+def median_seconds(works: Sequence[Callable[[], Any]]) -> list[float]:
+    """As `in_turn`, the median of all turns but the first."""
+    return [statistics.median(seconds[1:]) for seconds in in_turn(works)]
+
+
+def share_saved(now: Callable[[], Any], then: Callable[[], Any], turns: int = TURNS) -> float:
     """Share of the time that the second way saves."""
     shares = [1 - other / one for one, other in zip(*in_turn((now, then), turns), strict=True)]
     return max(0.0, statistics.median(shares))
+
+
+def _rows_and_type(rows: int | None, precision: str | None) -> tuple[int, torch.dtype]:
+    return min(max(rows or 0, MIN_ROWS), MAX_ROWS), _DTYPES.get(precision or "", torch.float32)
 
 
 def threads_unlike_cores(
@@ -106,7 +115,7 @@ def threads_unlike_cores(
         return None
     shapes = Counter(tuple(c.weight.shape) for c in module.modules() if isinstance(c, nn.Linear))
     outputs, inputs = shapes.most_common(1)[0][0] if shapes else (512, 512)
-    dtype, rows = _DTYPES.get(precision or "", torch.float32), min(max(rows or 0, LEAST_ROWS), 4096)
+    rows, dtype = _rows_and_type(rows, precision)
     x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     large = torch.randn(rows, outputs)
     kinds: dict[str, Callable[[], Any]] = {
@@ -114,27 +123,33 @@ def threads_unlike_cores(
         "elementwise": lambda: torch.nn.functional.gelu(large),
     }  # fmt: skip
 
-    def on(number: int, work: Callable[[], Any]) -> None:
+    def run(number: int, work: Callable[[], Any]) -> None:
         torch.set_num_threads(number)
         for _ in range(THREAD_CALLS):  # of threads that take turns the best case is rare
             work()
 
     try:
-        return {kind: share_saved(partial(on, threads, work), partial(on, cores, work)) for kind, work in kinds.items()}
+        return {
+            kind: share_saved(partial(run, threads, work), partial(run, cores, work)) for kind, work in kinds.items()
+        }
     finally:
         torch.set_num_threads(threads)
+
+
+def _operations(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Operations of a stored trace."""
+    return (dict(zip(document["columns"], row, strict=True)) for row in document["operations"])
 
 
 def score_products(document: dict[str, Any]) -> list[list[int]]:
     """(batch, tokens, head size, whether they are masked) of every product that a softmax over a square of scores
     follows, in a stored trace."""
-    rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
     found, product, masked = [], None, False
-    for row in rows:
-        function = row["name"].rpartition(".")[2]
-        if row["matmul"]:
-            product, masked = row, False
-        elif row["phase"] == "forward" and function == "softmax" and product is not None:
+    for operation in _operations(document):
+        function = operation["name"].rpartition(".")[2]
+        if operation["matmul"]:
+            product, masked = operation, False
+        elif operation["phase"] == "forward" and function == "softmax" and product is not None:
             m, n, k = product["matmul"]
             if m == n:
                 found.append([product["batch"], m, k, int(masked)])
@@ -149,9 +164,9 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
     """
     if not products:
         return None
-    dtype, total = _DTYPES.get(precision or "", torch.float32), dict.fromkeys(KERNELS, 0.0)
+    dtype, total = _rows_and_type(None, precision)[1], dict.fromkeys(KERNELS, 0.0)
     for (batch, tokens, size, causal), count in Counter(tuple(p) for p in products).items():
-        layers = min(count, MOST_LAYERS)
+        layers = min(count, MAX_LAYERS)
         leaves = [[torch.randn(1, batch, tokens, size, dtype=dtype, requires_grad=True) for _ in range(3)]
                   for _ in range(layers)]  # fmt: skip
         gradient = torch.randn(1, batch, tokens, size, dtype=dtype)
@@ -161,21 +176,21 @@ def attention_seconds(products: list[list[int]], precision: str | None) -> dict[
             for out, three in zip(reversed(outs), reversed(leaves), strict=True):
                 torch.autograd.grad(out, three, gradient)
 
-        times = in_turn([partial(both_ways, name) for name in KERNELS], REPEATS + 1)
-        for name, seconds in zip(KERNELS, times, strict=True):
-            total[name] += count / layers * statistics.median(seconds[1:])
+        seconds = median_seconds([partial(both_ways, name) for name in KERNELS])
+        for name, one in zip(KERNELS, seconds, strict=True):
+            total[name] += count / layers * one
     return total
 
 
 def fused_calls(document: dict[str, Any]) -> list[list[int]]:
     """As `score_products`, of every causal call of the fused kernel in a stored trace's forward."""
-    rows = [dict(zip(document["columns"], row, strict=True)) for row in document["operations"]]
-    calls = [(row["elements"], *row["attention"]) for row in rows if row["attention"] and row["phase"] == "forward"]
-    return [
-        [b * heads, tokens, size, 1]
-        for scores, b, tokens, heads, _, size in calls
-        if scores == b * heads * tokens**2 // 2
-    ]
+    found = []
+    for operation in _operations(document):
+        if operation["attention"] and operation["phase"] == "forward":
+            batch, tokens, heads, _, size = operation["attention"]
+            if operation["elements"] == batch * heads * tokens**2 // 2:
+                found.append([batch * heads, tokens, size, 1])
+    return found
 
 
 def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
@@ -188,9 +203,8 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
         is_complex = any(p.is_complex() for g in groups for p in g["params"])  # no fused kernel takes it
         if type(optimizer) not in FUSED or is_complex or not shapes or sum(math.prod(shape) for shape in shapes) > most:
             continue
-        options = {
-            k: v for k, v in optimizer.defaults.items() if k in ("momentum", "foreach", "amsgrad", "weight_decay")
-        }
+        names = ("momentum", "foreach", "amsgrad", "weight_decay")
+        options = {name: value for name, value in optimizer.defaults.items() if name in names}
         made = []
         for extra in (options, options | {"foreach": None, "fused": True}):
             parameters = [torch.zeros(shape, requires_grad=True) for shape in shapes]
@@ -198,31 +212,28 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
                 parameter.grad = torch.zeros_like(parameter)
             kind: Any = type(optimizer)
             made.append(kind(parameters, lr=1e-9, **extra))
-        seconds = in_turn([optimizer.step for optimizer in made], REPEATS + 1)
-        now, then = now + statistics.median(seconds[0][1:]), then + statistics.median(seconds[1][1:])
+        unfused, fused = median_seconds([optimizer.step for optimizer in made])
+        now, then = now + unfused, then + fused
     return {"seconds": now, "fused_seconds": then, "name": type(optimizers[-1]).__name__} if now else None
 
 
 def misaligned_weights(module: nn.Module, rows: int | None, precision: str | None) -> list[dict[str, Any]]:
     """Linear layers with an odd size: what their product takes, and what the next aligned size takes."""
-    found, seen = [], set()
+    found: dict[tuple[int, int], dict[str, Any]] = {}
+    rows, dtype = _rows_and_type(rows, precision)
     for name, child in module.named_modules():
         weight = child._parameters.get("weight") if isinstance(child, nn.Linear) else None  # none where it is quantised
-        if weight is None or weight.device.type != "cpu":
+        if weight is None or weight.device.type != "cpu" or len(found) == MAX_MISALIGNED:
             continue
         outputs, inputs = weight.shape
-        odd = any(size % 8 and size >= LEAST_ODD for size in (outputs, inputs))  # ten classes are ten classes
-        if not odd or outputs * inputs < 1 << 16 or (outputs, inputs) in seen:
-            continue
-        seen.add((outputs, inputs))
-        dtype = _DTYPES.get(precision or "", torch.float32)
-        rows_used = min(max(rows or 0, LEAST_ROWS), 4096)
-        now, then = (_product(rows_used, n, k, dtype) for n, k in ((outputs, inputs), (_up(outputs), _up(inputs))))
-        found.append({
-            "module": name, "shape": [outputs, inputs], "aligned": [_up(outputs), _up(inputs)],
-            "seconds": now, "aligned_seconds": then,
-        })  # fmt: skip
-    return found[:4]
+        is_odd = any(size % 8 and size >= MIN_ODD for size in (outputs, inputs))  # ten classes are ten classes
+        if is_odd and outputs * inputs >= 1 << 16 and (outputs, inputs) not in found:
+            aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in (outputs, inputs)]
+            now, then = median_seconds([_product(rows, n, k, dtype) for n, k in ((outputs, inputs), aligned)])
+            found[outputs, inputs] = {
+                "module": name, "shape": [outputs, inputs], "aligned": aligned, "seconds": now, "aligned_seconds": then,
+            }  # fmt: skip
+    return list(found.values())
 
 
 def odd_sizes(rows: int | None, head_size: int | None) -> dict[str, int]:
@@ -237,11 +248,8 @@ def head_size(module: nn.Module) -> int | None:
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
-def _up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
+def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> Callable[[], None]:
+    """Returns a function that runs the products of a linear layer, forward and backward."""
     x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     gradient = torch.randn(rows, outputs, dtype=dtype)
 
@@ -250,4 +258,4 @@ def _product(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
         torch.mm(gradient, weight)
         torch.mm(gradient.t(), x)
 
-    return min(in_turn([both_ways], REPEATS + 1)[0][1:])
+    return both_ways

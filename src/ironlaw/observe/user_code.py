@@ -7,9 +7,10 @@ import gc
 import inspect
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any
@@ -23,7 +24,7 @@ LIBRARIES = tuple(
 )  # fmt: skip
 _GROW = ("append", "extend", "add", "appendleft", "insert")
 _FILLING = ("pad", "longest", "max_len", "maxlen")
-MOST_NODES = 2000
+MAX_NODES = 2000
 
 
 @cache
@@ -31,26 +32,24 @@ def is_users(file: str) -> bool:
     return not file.startswith((*LIBRARIES, "<"))
 
 
-def user_frame(frame: FrameType | None = None) -> FrameType | None:
-    """The innermost one that belongs to no library."""
+def user_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yields the frames that belong to no library, the innermost first; those of the caller without `frame`."""
     frame = frame if frame is not None else sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            yield frame
         frame = frame.f_back
-    return frame
 
 
-def line_of(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def line_of(frame: FrameType | None) -> str:
+    """Returns file:line, "?" for no frame."""
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def user_line(frame: FrameType | None = None, of: Collection[CodeType] = ()) -> str:
-    """file:line of the innermost line that belongs to no library, "?" without; with `of` of the one of these functions
-    around it."""
-    inner = frame = user_frame(frame if frame is not None else sys._getframe(1))
-    while of and frame is not None and frame.f_code not in of:
-        frame = frame.f_back
-    frame = frame or inner
-    return "?" if frame is None else line_of(frame)
+    """Returns the innermost line of the user's code, or with `of` the innermost one of these functions if any runs."""
+    frames = list(user_frames(frame)) if of else list(islice(user_frames(frame), 1))
+    return line_of(next((f for f in frames if f.f_code in of), frames[0] if frames else None))
 
 
 @contextmanager
@@ -65,15 +64,6 @@ def stacks() -> Iterator[dict[int, FrameType]]:
     finally:
         if collecting:
             gc.enable()
-
-
-def user_frames(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """The innermost first."""
-    frame = frame if frame is not None else sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
 
 
 def files_of(module: nn.Module) -> list[str]:
@@ -96,11 +86,14 @@ def _parsed(file: str) -> ast.Module | None:
         return None
 
 
-def _nodes(files: Sequence[str]) -> Iterator[tuple[str, ast.AST]]:
+def _first_line(files: Sequence[str], matches: Callable[[ast.AST], bool]) -> str | None:
+    """Returns the line of the first node of the code that matches."""
     for file in files:
         tree = _parsed(file)
         for node in ast.walk(tree) if tree is not None else ():
-            yield file, node
+            if matches(node):
+                return f"{file}:{getattr(node, 'lineno', 1)}"
+    return None
 
 
 def _last_name(node: ast.AST) -> str | None:
@@ -111,62 +104,67 @@ def _last_name(node: ast.AST) -> str | None:
 
 
 def line_calling(names: Sequence[str], files: Sequence[str]) -> str | None:
-    """Where one of these is used for the first time, as a name, a keyword or a text; imports do not count."""
-    for file, node in _nodes(files):
-        if isinstance(node, ast.Attribute | ast.Name | ast.keyword | ast.Constant) and _last_name(node) in names:
-            return f"{file}:{node.lineno}"
-    return None
+    """Returns where one of these is first used, as a name, a keyword or a text; imports do not count."""
+    return _first_line(files, lambda node: _last_name(node) in names)
 
 
 def clipping_line(files: Sequence[str]) -> str | None:
-    """Where PyTorch clips all gradients of a model at once."""
-    for file, node in _nodes(files):
+    """Returns where PyTorch clips all gradients of a model at once."""
+
+    def clips(node: ast.AST) -> bool:
         match node:
-            case ast.Call(args=[ast.Call(func=called), *_]) if _last_name(called) == "parameters":
-                if _last_name(node.func) in ("clip_grad_norm_", "clip_grad_value_"):
-                    return f"{file}:{node.lineno}"
-    return None
+            case ast.Call(func=function, args=[ast.Call(func=called), *_]):
+                of_all = _last_name(called) == "parameters"
+                return of_all and _last_name(function) in ("clip_grad_norm_", "clip_grad_value_")
+        return False
+
+    return _first_line(files, clips)
 
 
 def padding_line(files: Sequence[str]) -> str | None:
-    """Where rows are filled up, by what code calls it: a function before a keyword before a variable; else a list that
-    is repeated."""
-    found = []
-    for file, node in _nodes(files):
+    """Returns where rows are filled up, by what code calls it: a function before a keyword before a variable; else a
+    list that is repeated."""
+
+    def pads(node: ast.AST, kind: int) -> bool:
         match node:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                rank = 0
-            case ast.keyword(arg=str(name), value=ast.Constant(value=str() | True)):
-                rank = 1
-            case ast.Name(id=name, ctx=ast.Load()):
-                rank = 2
-            case ast.BinOp(op=ast.Mult(), left=ast.List(elts=[_])):
-                name, rank = "pad", 3
+            case ast.Call(func=ast.Name() | ast.Attribute() as named) if kind == 0:
+                name = _last_name(named)
+            case ast.keyword(arg=name, value=ast.Constant(value=str() | True)) if kind == 1:
+                pass
+            case ast.Name(id=name, ctx=ast.Load()) if kind == 2:
+                pass
             case _:
-                continue
-        if (name.islower() or name.isupper()) and any(word in name.lower() for word in _FILLING):  # and no class
-            found.append((rank, files.index(file), getattr(node, "lineno", 1)))
-    return f"{files[min(found)[1]]}:{min(found)[2]}" if found else None
+                return False
+        is_class = name is None or not (name.islower() or name.isupper())
+        return not is_class and any(word in str(name).lower() for word in _FILLING)
+
+    def repeats(node: ast.AST) -> bool:
+        match node:
+            case ast.BinOp(op=ast.Mult(), left=ast.List(elts=[_])):
+                return True
+        return False
+
+    found = (_first_line(files, partial(pads, kind=kind)) for kind in range(3))
+    return next(filter(None, found), None) or _first_line(files, repeats)
 
 
 def growing_line(name: str, files: Sequence[str]) -> str | None:
-    """Where something is put into `name`, or added to it."""
-    for file, node in _nodes(files):
+    """Returns where something is put into `name`, or added to it."""
+
+    def grows(node: ast.AST) -> bool:
         match node:
             case ast.Call(func=ast.Attribute(attr=attr, value=into)):
-                grows = attr in _GROW and name in _names(into)
+                return attr in _GROW and name in _names(into)
             case ast.AugAssign(target=target):
-                grows = name in _names(target)
+                return name in _names(target)
             case ast.Assign(targets=targets, value=value):
                 parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple | ast.List) else (t,))]
                 into_it = any(isinstance(p, ast.Subscript) and name in _names(p.value) for p in parts)
                 again = any(_last_name(n) == name for n in ast.walk(value))
-                grows = into_it or (again and any(_last_name(p) == name for p in parts))
-            case _:
-                continue
-        if grows:
-            return f"{file}:{node.lineno}"
-    return None
+                return into_it or (again and any(_last_name(p) == name for p in parts))
+        return False
+
+    return _first_line(files, grows)
 
 
 def _names(node: ast.AST) -> tuple[str | None, ...]:
@@ -236,7 +234,7 @@ def _weight(container: Any, graphs: Sequence[int]) -> float:
 def _reaches(value: Tensor, graphs: Sequence[int]) -> bool:
     """Whether its graph goes back to nodes that were made before those of these steps."""
     node: Any = value.grad_fn
-    for _ in range(MOST_NODES if graphs else 0):
+    for _ in range(MAX_NODES if graphs else 0):
         if node._sequence_nr() < graphs[0]:
             return True
         before = [n for n, _ in node.next_functions if n is not None and n._sequence_nr() < node._sequence_nr()]

@@ -1,12 +1,10 @@
 """The cost of a run: accelerator-hours, rent or purchase, electricity and carbon. Every figure is an Estimate.
 
-    hours   accelerators x seconds / 3600
-    rent    hours x price per accelerator-hour
-    watts   accelerators x TDP x drawn share + hosts x host watts x host share
-    energy  watts x seconds x PUE
-    carbon  energy x kilograms of CO2 per kilowatt-hour of the grid
-
-The first functions are this arithmetic alone; `budget` applies it to a plan and the figures of the catalogue.
+hours   accelerators x seconds / 3600
+rent    hours x price per accelerator-hour
+watts   accelerators x TDP x drawn share + hosts x host watts x host share
+energy  watts x seconds x PUE
+carbon  energy x kilograms of CO2 per kilowatt-hour of the grid
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.figures import Figure, source
 from ironlaw.catalog.money import Quote, grid, price, pue
 from ironlaw.catalog.nodes import Cluster, node
@@ -38,92 +37,64 @@ HOST_SHARE = (0.7, 0.5, 1.0)
 WAITING = (Phase.COMMUNICATION, Phase.HOST, Phase.IDLE)
 
 
-def break_even_hours(purchase_usd: float, usd_per_hour: float) -> float:
-    """Hours of use after which an accelerator is cheaper bought than rented; power, hosts and staff are ignored."""
-    return purchase_usd / usd_per_hour
-
-
-def drawn_watts(tdp_watts: float, computing: float, computing_share: float, waiting_share: float) -> float:
-    """Returns the average power of one accelerator that computes for the fraction `computing` of the time."""
-    return tdp_watts * (computing * computing_share + (1 - computing) * waiting_share)
-
-
-def energy_joules(
-    seconds: float, accelerators: int, accelerator_watts: float, hosts: int, host_watts: float, pue: float = 1.0
-) -> float:
-    """Returns the energy of accelerators and hosts, multiplied by the data centre's overhead `pue`."""
-    return seconds * (accelerators * accelerator_watts + hosts * host_watts) * pue
-
-
-Costs = tuple[dict[str, Estimate], dict[str, Any]]
-"""Estimates by name, and the facts that they are based on."""
-
-
 def run_seconds(step: Estimate, steps: int) -> Estimate:
     """Returns the time of a run of `steps` steps."""
     return step.scaled(steps, f"{steps:,} steps x step time; no data loading, checkpoints, failures or restarts")
 
 
 def add_costs(ledger: Ledger, cluster: Cluster, prices: Prices) -> dict[str, Any]:
-    """Adds the `budget` of the ledger's total time to its totals; returns it as JSON, with its facts."""
-    found, facts = budget(ledger, cluster, ledger.totals["total_seconds"], prices)
+    """Adds money, energy and carbon of the ledger's total time to its totals; returns them as JSON with facts."""
+    total, count = ledger.totals["total_seconds"], cluster.count
+    hours = total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600")
+    found = {"accelerator_hours": replace(hours, origin=Origin.CALCULATED)}
+    facts = _add_money(found, cluster, prices) | _add_power(found, ledger, cluster, prices)
     ledger.totals |= found
     return {name: estimate.to_json() for name, estimate in found.items()} | facts
 
 
-def budget(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
-    """Returns money, energy and carbon of a run that takes `total` seconds and whose step is `ledger`."""
-    count = cluster.count
-    hours = total.scaled(count / 3600, f"accelerators ({count:,}) x total time / 3600")
-    hours = replace(hours, origin=Origin.CALCULATED)
-    money, paid = _money(cluster, hours, prices)
-    power, drawn = _power(ledger, cluster, total, prices)
-    return {"accelerator_hours": hours} | money | power, paid | drawn
-
-
-def _money(cluster: Cluster, hours: Estimate, prices: Prices) -> Costs:
-    known = price(cluster.accelerator)
-    quotes = list(known.rent) if known else []
+def _add_money(found: dict[str, Estimate], cluster: Cluster, prices: Prices) -> dict[str, Any]:
+    """Adds rent, purchase and break-even to the estimates; returns their facts."""
+    known, hours = price(cluster.accelerator), found["accelerator_hours"]
+    bought, quotes = (known.purchase, known.rent) if known else (None, ())
+    quote = hourly_rent(cluster.accelerator, prices.usd_per_hour, cluster.node.name)
     facts: dict[str, Any] = {
-        "purchase": None, "rent": None,
-        "rent_quotes": [_quote(quote) | {"rent_usd": hours.value * quote.usd.value} for quote in quotes],
+        "purchase": None, "rent": quote,
+        "rent_quotes": [_quote(q) | {"rent_usd": hours.value * q.usd.value} for q in quotes],
     }  # fmt: skip
-    facts["rent"] = asked = hourly_rent(cluster, prices)
-    if asked is None:
-        return {}, facts
-    rate, told = asked["usd_per_hour"], ", ".join((asked["provider"], asked["date"] or asked["source"]))
-    rent = replace(hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({told})"), origin=Origin.CITED)
-    if known is None or known.purchase is None:
-        return {"rent_usd": rent}, facts
-    each, bought = known.purchase.usd.value, known.purchase
+    if quote is None:
+        return facts
+    rate, basis = quote["usd_per_hour"], ", ".join((quote["provider"], quote["date"] or quote["source"]))
+    found["rent_usd"] = rent = replace(
+        hours.scaled(rate, f"accelerator-hours x ${rate:,.2f} ({basis})"), origin=Origin.CITED
+    )
+    if bought is None:
+        return facts
+    each, paid = bought.usd.value, bought.usd.value * cluster.count
     facts["purchase"] = {"usd": each} | {key: value for key, value in _quote(bought).items() if key != "usd_per_hour"}
-    paid = each * cluster.count
-    return {
-        "rent_usd": rent,
-        "purchase_usd": Estimate(
-            paid, Origin.CITED,
-            f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
-        ),
-        "break_even_hours": Estimate(
-            break_even_hours(each, rate), Origin.CALCULATED,
-            f"${each:,.0f} / ${rate:,.2f} per hour of use; power, hosts and people would add to buying",
-        ),
-        "break_even_runs": Estimate(
-            paid / rent.value, Origin.CALCULATED, "purchase / rent of this run",
-            *(paid / bound if bound else None for bound in (rent.high, rent.low)),
-        ),
-    }, facts  # fmt: skip
+    found["purchase_usd"] = Estimate(
+        paid, Origin.CITED,
+        f"{cluster.count:,} x ${each:,.0f} ({bought.provider}, {bought.date}); no hosts, network or building",
+    )  # fmt: skip
+    found["break_even_hours"] = Estimate(
+        each / rate, Origin.CALCULATED,
+        f"${each:,.0f} / ${rate:,.2f} per hour of use; power, hosts and people would add to buying",
+    )  # fmt: skip
+    found["break_even_runs"] = Estimate(
+        paid / rent.value, Origin.CALCULATED, "purchase / rent of this run",
+        *(paid / bound if bound else None for bound in (rent.high, rent.low)),
+    )  # fmt: skip
+    return facts
 
 
-def hourly_rent(cluster: Cluster, prices: Prices) -> dict[str, Any] | None:
-    """Returns the rent of an accelerator and its source: the given one, else the quote for the requested node, else the
-    most recent one; None if none is known."""
-    if prices.usd_per_hour is not None:
-        return {"usd_per_hour": prices.usd_per_hour, "provider": "given", "date": "", "source": "--price-per-hour"}
-    known = price(cluster.accelerator)
+def hourly_rent(device: Accelerator, given: float | None = None, node: str = "") -> dict[str, Any] | None:
+    """Returns the rent of an accelerator and its source, in training and in serving: the given one, else the quote for
+    `node`, else the most recent one; None if none is known."""
+    if given is not None:
+        return {"usd_per_hour": given, "provider": "given", "date": "", "source": "--price-per-hour"}
+    known = price(device)
     if known is None or not known.rent:
         return None
-    of_node = (q for q in known.rent if cluster.node.name in re.sub(r"[. ]", "-", q.provider.lower()))
+    of_node = (q for q in known.rent if node and node in re.sub(r"[. ]", "-", q.provider.lower()))
     return _quote(next(of_node, max(known.rent, key=lambda quote: quote.date)))
 
 
@@ -139,7 +110,8 @@ def _quote(quote: Quote) -> dict[str, Any]:
     }
 
 
-def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) -> Costs:
+def _add_power(found: dict[str, Estimate], ledger: Ledger, cluster: Cluster, prices: Prices) -> dict[str, Any]:
+    """Adds energy and carbon to the estimates, if the accelerator's power is known; returns their facts."""
     overhead, overhead_words = _overhead(prices.pue)
     chosen, tdp = grid(prices.grid or "world"), cluster.accelerator.tdp_watts
     facts: dict[str, Any] = {
@@ -150,11 +122,14 @@ def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) ->
         "pue": {"value": overhead, "basis": overhead_words}, "power": None,
     }  # fmt: skip
     if tdp is None:
-        return {}, facts
+        return facts
     waiting = sum(line.seconds or 0.0 for line in ledger.lines if line.phase in WAITING or line.kind is Kind.HOST)
-    computing = 1 - min(1.0, waiting / ledger.totals["step_seconds"].value)
+    computing, total = 1 - min(1.0, waiting / ledger.totals["step_seconds"].value), ledger.totals["total_seconds"]
     host, host_words = _host_watts(cluster)
-    each = [drawn_watts(tdp.value, computing, *shares) for shares in zip(COMPUTING_SHARE, WAITING_SHARE, strict=True)]
+    each = [
+        tdp.value * (computing * busy + (1 - computing) * idle)
+        for busy, idle in zip(COMPUTING_SHARE, WAITING_SHARE, strict=True)
+    ]
     hosts = [host * share for share in HOST_SHARE]
     facts["power"] = {
         "tdp_watts": tdp.value, "computing": computing, "accelerator_watts": each[0],
@@ -162,7 +137,7 @@ def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) ->
     }  # fmt: skip
     assert total.low is not None and total.high is not None
     value, low, high = (
-        energy_joules(seconds, cluster.count, watts, cluster.nodes, of_host, overhead)
+        seconds * (cluster.count * watts + cluster.nodes * of_host) * overhead
         for seconds, watts, of_host in zip((total.value, total.low, total.high), each, hosts, strict=True)
     )
     basis = (
@@ -171,10 +146,12 @@ def _power(ledger: Ledger, cluster: Cluster, total: Estimate, prices: Prices) ->
         f"{COMPUTING_SHARE[0]:.0%} of {tdp.value:.0f} W and waits at {WAITING_SHARE[0]:.0%}; {host_words}; "
         f"{overhead_words}"
     )
-    energy = Estimate(value, Origin.CALCULATED, basis, low, high)
+    found["energy_joules"] = energy = Estimate(value, Origin.CALCULATED, basis, low, high)
     words = f"energy x {chosen.kg_co2_per_kwh.value:g} kg CO2 per kWh, grid {chosen.title} {chosen.year}"
-    carbon = replace(energy.scaled(chosen.kg_co2_per_kwh.value / JOULES_PER_KWH, words), origin=Origin.CITED)
-    return {"energy_joules": energy, "carbon_kg": carbon}, facts
+    found["carbon_kg"] = replace(
+        energy.scaled(chosen.kg_co2_per_kwh.value / JOULES_PER_KWH, words), origin=Origin.CITED
+    )
+    return facts
 
 
 def _host_watts(cluster: Cluster) -> tuple[float, str]:

@@ -29,9 +29,10 @@ RANKS = "processes of this machine, --ranks 2 without --on"
 TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
 ANY = "any"  # stands for hardware that a request leaves open, within limits
 REPLICATED = "a traced module on accelerators, --on 8xh100-sxm-80gb"
+BY_TRACING = "a decoder that is planned by tracing"
 
 SUBJECTS = {
-    **dict.fromkeys(("tokens", "seq", "global_batch"), (DECODER,)),
+    "tokens": (DECODER,), **dict.fromkeys(("seq", "global_batch"), (DECODER, BY_TRACING)),
     **dict.fromkeys(("steps", "precision", "optimizer"), (DECODER, TRACED)),
     **dict.fromkeys(("network", "per_node"), (CLUSTER, REPLICATED)),
     **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),

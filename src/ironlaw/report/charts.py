@@ -23,11 +23,6 @@ DROPS = {
     "communication": "exposed communication", "bubble": "pipeline bubble", "data": "data",
     "recomputation": "recomputation", "overhead": "overhead", "unattributed": "unattributed",
 }  # fmt: skip
-LETTERS = {
-    "forward": "F", "backward": "B", "optimizer": "O", "data": "D", "transfer": "T", "communication": "C",
-    "host": "h", "idle": ".", "evaluation": "E", "checkpoint": "K",
-}  # fmt: skip
-LINE_WIDTH = 72
 
 
 def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None:
@@ -199,14 +194,3 @@ def timeline(line: Found, width: int) -> Markup:
         f"{s['label']} {units.seconds(s['end'] - s['start'])}" for s in longest
     )
     return svg.image(width, bottom + 16, "One recorded step", described, body)
-
-
-def timeline_letters(line: Found) -> tuple[str, str]:
-    """Return one recorded step as a line of letters, and the letters' meanings."""
-    cells = [" "] * LINE_WIDTH
-    for segment in (s for s in line["segments"] if s["lane"] == "phases"):
-        first = int(LINE_WIDTH * segment["start"] / line["seconds"])
-        last = max(first + 1, round(LINE_WIDTH * segment["end"] / line["seconds"]))
-        for i in range(first, min(last, LINE_WIDTH)):
-            cells[i] = LETTERS.get(segment["style"], "?")
-    return "".join(cells), ", ".join(f"{letter} {name}" for name, letter in LETTERS.items() if letter in cells)

@@ -18,20 +18,6 @@ from ironlaw.report.serving_view import serving_view
 More = Mapping[str, Any]
 
 
-# Totals in the order of the table: their usual names, and how they are printed.
-SHOWN: dict[str, tuple[str, Print]] = {
-    "parameters": ("Parameters", units.count),
-    "flops_per_step": ("FLOPs per step", lambda v: units.si(v, "FLOP")),
-    "step_seconds": ("Step time", units.seconds),
-    "tokens_per_second": ("Throughput", lambda v: f"{units.tokens(v)} tokens/s"),
-    "mfu": ("MFU", units.percent),
-    "mfu_palm": ("MFU, PaLM's convention", units.percent),
-    "mfu_6nd": ("MFU, 6 N D", units.percent),
-    "hfu": ("HFU", units.percent),
-    "peak_bytes": ("Peak memory", units.bytes_),
-    "total_seconds": ("Total time", units.seconds),
-    **labels.COSTS,
-}
 IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_hours", "break_even_runs")
 
 
@@ -42,7 +28,7 @@ def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
     _verdict(made, ledger, fits, more)
     _limits(made, ledger, more)
     _engine(made, more)
-    totals(made, ledger, {k: v for k, v in SHOWN.items() if k not in IN_WHY_ONLY}, absent=False)
+    totals(made, ledger, {k: v for k, v in labels.TOTALS.items() if k not in IN_WHY_ONLY}, absent=False)
     _hardware(made, more.get("hardware"))
     if len(more["candidates"]) > 1:
         _candidates(made, more)
@@ -113,7 +99,7 @@ def _verdict(made: Document, ledger: Ledger, fits: bool, more: More) -> None:
 def _limits(made: Document, ledger: Ledger, more: More) -> None:
     """Say whether what was asked for holds, and where it may not."""
     for name, limit in more.get("limits", {}).items():
-        (label, show), planned = SHOWN[name], ledger.totals[name]
+        (label, show), planned = labels.TOTALS[name], ledger.totals[name]
         sure = planned.high is None or planned.high <= limit["limit"]
         tail = "" if sure or not limit["holds"] else f"; the upper end of its interval, {show(planned.high)}, does not"
         mark = good("Holds: ") if limit["holds"] else bad("Does not hold: ")
@@ -308,7 +294,7 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
         "tokens_per_second": batch, "peak_bytes": memory_inputs(line for line in ledger.memory if line.bytes),
         "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
     }  # fmt: skip
-    derivations(made, ledger, SHOWN, inputs)
+    derivations(made, ledger, labels.TOTALS, inputs)
     made.heading(f"Engine {more['engine']['name']}")
     made.text(more["engine"]["source"], indent=2)
     if facts["low_precision"]:

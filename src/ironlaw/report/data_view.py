@@ -62,7 +62,7 @@ def _tokens(stats: dict[str, Any]) -> Pairs:
     if stats["unigram_loss"] is not None:
         yield "baseline", f"{stats['unigram_loss']:.3f} nats per token from token frequencies alone"
     for name, report in stats["packing"].items():
-        yield name, _packing_words(report, stats["sequence"])
+        yield name, f"{units.count(report['rows'])} rows of {stats['sequence']:,}: {_lost(report)}"
 
 
 def _shards(stats: dict[str, Any], stages: bool = True) -> Pairs:
@@ -78,10 +78,16 @@ def _shards(stats: dict[str, Any], stages: bool = True) -> Pairs:
         yield "on disk", f"{units.bytes_(stats['disk_bytes'])} in {shards}, {stats['folder']}"
 
 
-def _packing_words(report: dict[str, Any], sequence: int) -> str:
-    padded, cropped, cut = (units.percent(report[f"{key}_fraction"]) for key in ("padded", "cropped", "documents_cut"))
-    rows = f"{units.count(report['rows'])} rows of {sequence:,}"
-    return f"{rows}: {padded} padded, {cropped} cropped, {cut} of the documents cut"
+def _lost(report: dict[str, Any]) -> str:
+    """Describe what a packing loses, as far as it is known."""
+    return ", ".join(
+        f"{units.percent(report[key])} of the {what}"
+        for key, what in (
+            ("padded_fraction", "positions padded"), ("cropped_fraction", "tokens cropped"),
+            ("documents_cut_fraction", "documents cut"),
+        )
+        if report.get(key) is not None
+    )  # fmt: skip
 
 
 def rows_view(rows: Iterable[dict[str, Any]]) -> Document:
@@ -134,15 +140,8 @@ def loaded_words(data: dict[str, Any]) -> str:
     if data.get("slowest_stage"):
         words += f", {data['slowest_stage']} the slowest stage"
     words += f"; the steps of the last session waited {units.seconds(data['wait_seconds'])} for it in all"
-    lost = [
-        f"{units.percent(data[key])} of the {what} {word}"
-        for key, what, word in (
-            ("padded_fraction", "positions", "padded"), ("cropped_fraction", "tokens", "cropped"),
-            ("documents_cut_fraction", "documents", "cut"),
-        )
-        if data.get(key) is not None
-    ]  # fmt: skip
-    return words + (f"; {data['packing']}: {', '.join(lost)}" if lost else "")
+    lost = _lost(data)
+    return words + (f"; {data['packing']}: {lost}" if lost else "")
 
 
 def cache_view(folder: Path, entries: Sequence[Any]) -> Document:

@@ -104,13 +104,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Pairs of a name and its value."""
-
-    pairs: Sequence[tuple[str, Piece]]
-
-
-@dataclass(frozen=True)
 class NameList:
     """A list of many short names."""
 
@@ -119,13 +112,11 @@ class NameList:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing for the page, made for a given width. A terminal shows `line` instead, if there is one."""
+    """A drawing for the page, made for a given width."""
 
     draw: Callable[[int], Markup]
     caption: str = ""
     legend: Sequence[tuple[str, str]] = ()  # style, name
-    line: str = ""
-    key: str = ""  # explains the letters of `line`
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ class Fold:
     content: Document
 
 
-Block = Title | Heading | Paragraph | Table | Facts | NameList | Chart | Cards | Listing | Fold
+Block = Title | Heading | Paragraph | Table | NameList | Chart | Cards | Listing | Fold
 
 
 @dataclass
@@ -176,7 +167,8 @@ class Document:
         self.add(Table(columns, list(rows), total, caption))
 
     def facts(self, pairs: Iterable[tuple[str, Piece]]) -> None:
-        self.add(Facts(list(pairs)))
+        """Add a table of names and their values."""
+        self.table(["", "<"], pairs)
 
     def fold(self, summary: str = "") -> Document:
         """Add content that only a page shows, and return it as a document to be filled."""

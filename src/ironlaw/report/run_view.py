@@ -237,14 +237,12 @@ def _operation(row: Found) -> Row:
 
 
 def _recorded(made: Document, found: Found) -> None:
-    line, roof = found.get("timeline"), found.get("roofline")
+    line, roof, page = found.get("timeline"), found.get("roofline"), made.fold()
     if line and line["segments"]:
-        made.heading(f"One recorded step, {units.seconds(line['seconds'])} under the profiler")
-        letters, key = charts.timeline_letters(line)
+        page.heading(f"One recorded step, {units.seconds(line['seconds'])} under the profiler")
         caption = "The profiler slows small steps: read what follows what, not how long it takes."
-        made.add(Chart(lambda width: charts.timeline(line, width), caption, line=letters, key=key))
+        page.add(Chart(lambda width: charts.timeline(line, width), caption))
     if roof:
-        page = made.fold()
         page.heading("Roofline")
         ceilings = " and ".join(
             (units.rate(roof["peak_flops_per_second"], "FLOP"), units.rate(roof["copy_bytes_per_second"], "B"))

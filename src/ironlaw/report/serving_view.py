@@ -171,6 +171,7 @@ def load_view(found: dict[str, Any]) -> Document:
     made = Document()
     told = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
     told += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
+    told += ["then interrupted"] if found.get("interrupted") else []
     made.text(", ".join(told))
     for message, count in list(found["error_messages"].items())[:3]:
         made.text(f"{count} x {message}", indent=2)

@@ -13,7 +13,6 @@ from ironlaw import units
 from ironlaw.report.document import Cell, Chart, Document
 from ironlaw.report.svg import Series, line_chart
 
-WIDTH, HEIGHT = 64, 14  # characters of a drawing
 AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
 HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
 FOOTER = "Made by `ironlaw compress --sweep`."
@@ -29,9 +28,10 @@ def sweep_view(found: Mapping[str, Any]) -> Document:
         for cells, point in zip(_rows(points), points, strict=True)
     ]
     made.table(HEADS, rows)
+    page = made.fold()
     for axis, name in AXES.items():
-        made.heading(f"Loss (upwards) against {name} (to the right)")
-        made.add(Chart(partial(_chart, points, axis), line="\n".join(_drawing(points, axis))))
+        page.heading(f"Loss (upwards) against {name} (to the right)")
+        page.add(Chart(partial(_chart, points, axis)))
     for text in _told(found):
         made.text(text, indent=2, role="dim")
     return made
@@ -64,6 +64,8 @@ def _told(found: Mapping[str, Any]) -> list[str]:
         told.append(
             f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
         )
+    if found.get("interrupted"):
+        told.append("Interrupted: the other formats were not tried.")
     if found["left_out"]:
         told.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
     return told
@@ -77,24 +79,6 @@ def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
         if not kept or point["loss"] < kept[-1]["loss"]:
             kept.append(point)
     return sorted(kept, key=lambda p: float(p[axis]))
-
-
-def _drawing(points: Sequence[Point], axis: str) -> list[str]:
-    """Draw the letters of the table's rows as points; where several coincide, the first letter."""
-    losses, values = [p["loss"] for p in points], [p[axis] for p in points]
-    cells = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for letter, loss, value in reversed(list(zip(string.ascii_letters, losses, values, strict=False))):
-        row = round((HEIGHT - 1) * _place(loss, losses))
-        cells[HEIGHT - 1 - row][round((WIDTH - 1) * _place(value, values))] = letter
-    text = units.bytes_ if axis == "bytes" else "{:.0f}".format
-    ends = text(min(values)), text(max(values))
-    lines = ["│" + "".join(row) for row in cells] + ["└" + "─" * WIDTH]
-    return [*lines, " " + ends[0] + ends[1].rjust(WIDTH - len(ends[0]))]
-
-
-def _place(value: float, values: Sequence[float]) -> float:
-    low, high = min(values), max(values)
-    return (value - low) / (high - low) if high > low else 0.0
 
 
 def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:

@@ -18,9 +18,7 @@ from ironlaw.report.document import (
     Bar,
     Block,
     Cell,
-    Chart,
     Document,
-    Facts,
     Heading,
     NameList,
     Paragraph,
@@ -33,7 +31,7 @@ STYLES = {"": "", "strong": "bold", "dim": "dim", "good": "bold green", "bad": "
           "code": "cyan"}  # fmt: skip
 ROOM_FOR_BARS = 64  # columns of a terminal; a narrower one needs the space for words
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-_FIGURES = (Table, Facts, NameList, Chart)
+_FIGURES = (Table, NameList)
 
 
 def show(console: Console, document: Document) -> None:
@@ -127,23 +125,9 @@ def _lines(column: list[Text]) -> list[str]:
 
 
 @_print.register
-def _facts(block: Facts, console: Console) -> bool:
-    return _table(Table(["", "<"], block.pairs), console)
-
-
-@_print.register
 def _names(block: NameList, console: Console) -> bool:
     console.print(Columns([Text(name) for name in block.names], padding=(0, 3), column_first=True))
     return True
-
-
-@_print.register
-def _chart(block: Chart, console: Console) -> bool:
-    if block.line:
-        console.print(Padding(Text(block.line, no_wrap=True), (0, 0, 0, 2)))
-        if block.key:
-            console.print(Padding(_wrapped(Text(block.key, style="dim")), (0, 0, 0, 2)))
-    return bool(block.line)
 
 
 def _text(piece: Piece) -> Text:

@@ -37,7 +37,7 @@ class AnswerFormat:
     def begin(self, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         return iter(())
 
-    def chunks(self, piece: OutputPiece, request: Request) -> Iterator[dict[str, Any]]:
+    def chunks(self, piece: OutputPiece) -> Iterator[dict[str, Any]]:
         first = piece.index not in self._begun
         self._begun.add(piece.index)
         if not (piece.text or first or piece.finish or self.logprobs is not None):
@@ -48,12 +48,14 @@ class AnswerFormat:
         if self.wants_usage:
             yield self.document(self.chunk_kind, []) | {"usage": usage(requests, self.body.n)}
 
-    def whole(self, requests: Sequence[Request], pieces: Sequence[Sequence[OutputPiece]]) -> dict[str, Any]:
-        choices = []
-        for index, found in enumerate(pieces):
-            text, finish = "".join(piece.text for piece in found), found[-1].finish
-            all_of = OutputPiece(index, text, [one for piece in found for one in piece.chosen], finish)
-            choices.append(self.choice(all_of, whole=True))
+    def whole(self, requests: Sequence[Request], pieces: Sequence[OutputPiece]) -> dict[str, Any]:
+        answers = [OutputPiece(index, "", [], None) for index in range(len(requests))]
+        for piece in pieces:
+            answer = answers[piece.index]
+            answer.text += piece.text
+            answer.chosen += piece.chosen
+            answer.finish = piece.finish
+        choices = [self.choice(answer, whole=True) for answer in answers]
         return self.document(self.kind, choices) | {"usage": usage(requests, self.body.n)}
 
     def choice(self, piece: OutputPiece, whole: bool = False) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class AnswerFormat:
     def bytes_of(self, token: int) -> bytes:
         return str(token).encode() if self.text is None else self.text.bytes_of(token)
 
-    def spelt(self, token: int) -> str:
+    def token_text(self, token: int) -> str:
         """Return the text of a token; of one that is not whole characters, its bytes, as OpenAI writes them."""
         found = self.bytes_of(token)
         try:
@@ -106,7 +108,7 @@ class CompletionAnswer(AnswerFormat):
         if self.logprobs is None:
             return None
         offset, read = self._ends.get(piece.index, 0), self.reader()
-        tokens, offsets = [self.spelt(one.token) for one in piece.chosen], []
+        tokens, offsets = [self.token_text(one.token) for one in piece.chosen], []
         for one, token in zip(piece.chosen, tokens, strict=True):
             text = read(one.token) if one.text is None else one.text  # the prompt's tokens are not decoded
             offsets.append(offset + max(0, len(text) - len(token)))  # behind what a broken character has become
@@ -114,7 +116,9 @@ class CompletionAnswer(AnswerFormat):
         self._ends[piece.index] = offset
         # The drawn token is there, too, if it is not among the most likely ones.
         tops = [
-            None if one.logprob is None else {self.spelt(t): log for t, log in (*one.top, (one.token, one.logprob))}
+            None
+            if one.logprob is None
+            else {self.token_text(t): log for t, log in (*one.top, (one.token, one.logprob))}
             for one in piece.chosen
         ]
         logs = [one.logprob for one in piece.chosen]
@@ -150,7 +154,7 @@ class ChatAnswer(AnswerFormat):
         return {"content": content}
 
     def _log(self, token: int, log: float | None) -> dict[str, Any]:
-        return {"token": self.spelt(token), "logprob": log, "bytes": list(self.bytes_of(token))}
+        return {"token": self.token_text(token), "logprob": log, "bytes": list(self.bytes_of(token))}
 
 
 def usage(requests: Sequence[Request], answers_each: int) -> dict[str, Any]:
@@ -181,8 +185,8 @@ class TokenReader:
 class TextDecoder:
     """Decodes one answer as its tokens arrive. Text that may be the start of a stop string is held back."""
 
-    def __init__(self, read: TokenReader, stop: Sequence[str] = (), keeps_stop: bool = False) -> None:
-        self.read, self.stop, self.keeps_stop = read, tuple(stop), keeps_stop
+    def __init__(self, read: TokenReader, stop: Sequence[str] = (), include_stop: bool = False) -> None:
+        self.read, self.stop, self.include_stop = read, tuple(stop), include_stop
         self._held = ""
         self._ready: list[str] = []
 
@@ -193,7 +197,7 @@ class TextDecoder:
         ends = [(at, s) for s in self.stop if (at := self._held.find(s)) >= 0] if may_stop else []
         if ends:
             at, stop = min(ends)
-            self._ready.append(self._held[: at + len(stop) * self.keeps_stop])
+            self._ready.append(self._held[: at + len(stop) * self.include_stop])
             self._held = ""
             return True
         keep = max((_overlap(self._held, s) for s in self.stop), default=0)

@@ -19,20 +19,18 @@ from functools import cached_property, partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Response
+from fastapi import Depends, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ironlaw.data.chat import LONG
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
-from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.constrain import State, grammar_of, token_table
+from ironlaw.serve.constrain import State, compile_grammar, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import ChatRequest, CompletionRequest, RequestBody
@@ -75,9 +73,12 @@ class Job:
     queue: asyncio.Queue[OutputPiece] = field(default_factory=asyncio.Queue)
 
     async def pieces(self) -> AsyncIterator[OutputPiece]:
+        """Yield the pieces of all answers until all are finished. Raises HTTPException if one fails."""
         left = len(self.requests)
         while left:
             piece = await self.queue.get()
+            if piece.finish in ("error", "cancelled"):
+                raise _failure(self.requests[piece.index])
             left -= piece.finish is not None
             yield piece
 
@@ -101,7 +102,7 @@ class Server:
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
         ruled = body.grammar() is not None  # large grammars take seconds to compile
-        job = await _aside(ruled, partial(self._job, body, prompts, form))
+        job = await _run_in_thread(ruled, partial(self._job, body, prompts, form))
         try:
             self.engine.submit(*job.requests)
         except Busy as error:
@@ -129,7 +130,7 @@ class Server:
         asked = body.grammar()
         if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
-        grammar = None if asked is None else grammar_of(*asked)
+        grammar = None if asked is None else compile_grammar(*asked)
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
             if not 0 <= token < self.engine.model_config.vocab:
                 raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
@@ -156,7 +157,7 @@ class Server:
 
     def _connect(self, request: Request, job: Job, read: TokenReader) -> None:
         sampling = request.sampling
-        reader = TextDecoder(read, sampling.stop, sampling.keeps_stop)
+        reader = TextDecoder(read, sampling.stop, sampling.include_stop)
         index = len(job.requests)
 
         def on_output(request: Request, chosen: list[SampledToken]) -> None:
@@ -176,44 +177,33 @@ class Server:
             for chunk in form.begin(job.requests):
                 yield _event(chunk)
             async for piece in job.pieces():
-                if piece.finish in ("error", "cancelled"):
-                    yield _event({"error": _error(*self._failure(job.requests[piece.index]))})
-                    return
-                for chunk in form.chunks(piece, job.requests[piece.index]):
+                for chunk in form.chunks(piece):
                     yield _event(chunk)
             for chunk in form.end(job.requests):
                 yield _event(chunk)
             yield "data: [DONE]\n\n"
+        except HTTPException as failure:
+            yield _event({"error": _error(failure.detail, failure.status_code)})
         finally:  # also if the client disconnects
-            self.engine.cancel(*(r for r in job.requests if r.finish is None))
+            self._cancel(job)
 
     async def _whole(self, job: Job, form: AnswerFormat, http: HttpRequest) -> Response:
-        gone = asyncio.ensure_future(_disconnected(http))
-        collected: list[list[OutputPiece]] = [[] for _ in job.requests]
-        pieces = job.pieces()
-        try:
-            while True:
-                following = asyncio.ensure_future(anext(pieces, None))
-                await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not following.done():
-                    following.cancel()
-                    return Response(status_code=499)  # the client has disconnected
-                piece = following.result()
-                if piece is None:
-                    return JSONResponse(form.whole(job.requests, collected))
-                if piece.finish in ("error", "cancelled"):
-                    message, status = self._failure(job.requests[piece.index])
-                    raise HTTPException(status, message, {"Retry-After": "10"} if status == 503 else None)
-                collected[piece.index].append(piece)
-        finally:
-            gone.cancel()
-            self.engine.cancel(*(r for r in job.requests if r.finish is None))
+        async def collect() -> list[OutputPiece]:
+            return [piece async for piece in job.pieces()]
 
-    def _failure(self, request: Request) -> tuple[str, int]:
-        """Return why a request did not end, and the HTTP status of that: 400 if its client need not try again."""
-        if request.failure is not None:
-            return request.failure, 400 if request.is_at_fault else 500
-        return (self.engine.failure, 500) if self.engine.failure else ("the server is shutting down", 503)
+        collected, gone = asyncio.ensure_future(collect()), asyncio.ensure_future(_disconnected(http))
+        try:
+            await asyncio.wait({collected, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
+                return Response(status_code=499)  # the client has disconnected
+            return JSONResponse(form.whole(job.requests, collected.result()))
+        finally:
+            collected.cancel()
+            gone.cancel()
+            self._cancel(job)
+
+    def _cancel(self, job: Job) -> None:
+        self.engine.cancel(*(request for request in job.requests if request.finish is None))
 
     def state(self) -> dict[str, Any]:
         """Return the current state for the web page."""
@@ -230,7 +220,14 @@ class Server:
         }  # fmt: skip
 
 
-async def _aside(is_long: bool, work: Callable[[], Result]) -> Result:
+def _failure(request: Request) -> HTTPException:
+    """Return the error of a request that did not end: status 400 if the same request would fail again."""
+    if request.failure is None:
+        return HTTPException(503, "the server is shutting down", {"Retry-After": "10"})
+    return HTTPException(400 if request.is_at_fault else 500, request.failure)
+
+
+async def _run_in_thread(is_long: bool, work: Callable[[], Result]) -> Result:
     """Run long work in a thread, so that streams continue."""
     return await asyncio.to_thread(work) if is_long else work()
 
@@ -250,7 +247,7 @@ def _error(message: str, status: int) -> dict[str, Any]:
     return {"message": " ".join(message.split())[:500], "type": kind, "param": None, "code": status}
 
 
-def _refusal(message: str, status: int, headers: Any = None) -> JSONResponse:
+def _error_response(message: str, status: int, headers: Any = None) -> JSONResponse:
     return JSONResponse({"error": _error(message, status)}, status, headers)
 
 
@@ -264,40 +261,48 @@ def create_app(engine: Engine) -> FastAPI:
         yield
         await asyncio.to_thread(engine.drain, config.drain_seconds)
 
-    app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    async def check_key(http: HttpRequest) -> None:
+        scheme, _, given = http.headers.get("authorization", "").encode().partition(b" ")
+        keys = [key.encode() for key in config.api_keys if http.url.path not in _OPEN]
+        if keys and (scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in keys)):
+            raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
+
+    app = FastAPI(
+        title="Ironlaw", lifespan=lifespan, dependencies=[Depends(check_key)], docs_url=None, redoc_url=None,
+        openapi_url=None,
+    )  # fmt: skip
     app.state.server = server
-    app.add_middleware(RequestLimits, config=config)
     for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
-        app.add_exception_handler(kind, _refused)
+        app.add_exception_handler(kind, _handle_error)
     _add_answers(app, server)
     _add_figures(app, server)
     return app
 
 
 def _add_answers(app: FastAPI, server: Server) -> None:
-    served, text = server.engine.served, server.text
+    served, text, limit = server.engine.served, server.text, server.config.body_bytes
 
     @app.post("/v1/completions")
     async def completions(http: HttpRequest) -> Response:
-        body = CompletionRequest(**await _json(http))
+        body = CompletionRequest(**await _json(http, limit))
         prompts: list[list[int]] = []
         for prompt in body.prompts:
             if not isinstance(prompt, str):
                 prompts.append(prompt)
             elif text is not None:
-                prompts.append(await _aside(len(prompt) >= LONG, partial(text.encode, prompt)))
+                prompts.append(await _run_in_thread(len(prompt) >= LONG, partial(text.encode, prompt)))
             else:
                 raise UserError("this model has no tokenizer: send the prompt as token ids")
         return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
 
     @app.post("/v1/chat/completions")
     async def chat(http: HttpRequest) -> Response:
-        body = ChatRequest(**await _json(http))
+        body = ChatRequest(**await _json(http, limit))
         if text is None:
             raise UserError("this model has no tokenizer: use /v1/completions with token ids")
         messages = [m.plain() for m in body.messages]
         is_long = sum(len(m["content"]) for m in messages) >= LONG
-        prompt = await _aside(is_long, partial(text.chat, messages, body.chat_template_kwargs))
+        prompt = await _run_in_thread(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 
     one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
@@ -319,7 +324,7 @@ def _add_figures(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
         down = engine.failure or ("draining" if engine.is_draining else None)
-        return Response(status_code=200) if down is None else _refusal(down, 503, {"Retry-After": "10"})
+        return Response(status_code=200) if down is None else _error_response(down, 503, {"Retry-After": "10"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -354,7 +359,8 @@ def _add_figures(app: FastAPI, server: Server) -> None:
         return files("ironlaw.serve").joinpath("page.html").read_text("utf-8")
 
 
-async def _json(http: HttpRequest) -> dict[str, Any]:
+async def _json(http: HttpRequest, limit: int) -> dict[str, Any]:
+    """Return the body, a JSON object of at most `limit` bytes."""
     kind = http.headers.get("content-type", _JSON)
     # A browser may send text on behalf of another site's page; only JSON requires a preflight request.
     if kind.partition(";")[0].strip().lower() != _JSON:
@@ -363,7 +369,7 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
     if coding != "identity":
         raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")
     try:
-        text = (await asyncio.wait_for(http.body(), BODY_SECONDS)).decode("utf-8")
+        text = (await asyncio.wait_for(_read(http, limit), BODY_SECONDS)).decode("utf-8")
         document = json.loads(text)
         if "\\ud" in text.lower():  # half of a surrogate pair is not a character, and tokenizers reject it
             json.dumps(document, ensure_ascii=False).encode("utf-8")
@@ -376,20 +382,31 @@ async def _json(http: HttpRequest) -> dict[str, Any]:
     return document
 
 
-async def _refused(http: HttpRequest, error: Exception) -> Response:
+async def _read(http: HttpRequest, limit: int) -> bytes:
+    body, too_large = bytearray(), HTTPException(413, f"the body is larger than {limit} bytes")
+    if int(http.headers.get("content-length", 0)) > limit:
+        raise too_large
+    async for part in http.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+async def _handle_error(http: HttpRequest, error: Exception) -> Response:
     """Report an error as one line in OpenAI's format."""
     if isinstance(error, HTTPException):
-        return _refusal(str(error.detail), error.status_code, error.headers)
+        return _error_response(str(error.detail), error.status_code, error.headers)
     if isinstance(error, ValidationError | RequestValidationError):
-        return _refusal(_explained(error.errors()), 400)
+        return _error_response(_format_problems(error.errors()), 400)
     if isinstance(error, ClientDisconnect):
-        return _refusal("the client left before its request was whole", 400)
+        return _error_response("the client left before its request was whole", 400)
     if isinstance(error, UserError):
-        return _refusal(str(error), 400)
-    return _refusal(f"{type(error).__name__} in the server", 500)
+        return _error_response(str(error), 400)
+    return _error_response(f"{type(error).__name__} in the server", 500)
 
 
-def _explained(problems: Sequence[Any]) -> str:
+def _format_problems(problems: Sequence[Any]) -> str:
     # Of a value's alternatives, the one that fits furthest.
     problem = min(problems, key=lambda p: (p["type"] != "extra_forbidden", -len(p["loc"])))
     where = ".".join(str(part) for part in problem["loc"] if part not in ("query", "body"))
@@ -397,37 +414,3 @@ def _explained(problems: Sequence[Any]) -> str:
         return f"{where[:100]} is not a field of this API: leave it out"
     message = str(problem["msg"]).removeprefix("Value error, ")
     return (f"{where[:100]}: {message}" if where else message)[:400]
-
-
-class RequestLimits:
-    """Middleware that checks the API key, and the size of the body, whatever its headers say."""
-
-    def __init__(self, app: ASGIApp, config: ServeConfig) -> None:
-        self.app, self.limit = app, config.body_bytes
-        self.keys = [key.encode() for key in config.api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if self.keys and scope["path"] not in _OPEN:
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in self.keys):
-                await _refusal("a valid API key is needed: Authorization: Bearer KEY", 401)(scope, receive, send)
-                return
-        length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self.limit:
-            await _refusal(f"the body is larger than {self.limit} bytes", 413)(scope, receive, send)
-            return
-        received = 0
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > self.limit:
-                raise HTTPException(413, f"the body is larger than {self.limit} bytes")
-            return message
-
-        await self.app(scope, counted, send)

@@ -18,7 +18,7 @@ from itertools import chain, cycle
 from ironlaw.model.config import ModelConfig
 from ironlaw.serve.request import Request
 
-MANY_GROUPS = 8  # at most about so many, since every step builds a table of pages for each
+MAX_GROUPS = 8  # at most about so many, since every step builds a table of pages for each
 
 
 def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[list[int]]]:
@@ -30,7 +30,7 @@ def layer_groups(models: Sequence[ModelConfig]) -> tuple[list[int | None], list[
     first = models[0]
     windowed = sum(map(first.is_windowed, range(first.layers)))
     kinds = [first.layers - windowed, windowed]
-    size = max(min(filter(None, kinds)), -(-first.layers // MANY_GROUPS))
+    size = max(min(filter(None, kinds)), -(-first.layers // MAX_GROUPS))
     full, total = -(-kinds[0] // size), sum(-(-count // size) for count in kinds)
     windows: list[int | None] = [0] * total
     groups = []
@@ -80,22 +80,20 @@ class Blocks:
         behind = left // full * self.size if full else math.inf if left >= 0 else 0
         return max(self.tokens, behind)
 
-    def digests(self, tokens: Sequence[int], known: Sequence[bytes], salt: bytes) -> list[bytes]:
-        """Return the digests of the full pages of `tokens`, given the first ones; they depend on `salt`, too."""
-        found = list(known)
-        before = found[-1] if found else salt
-        for start in range(len(found) * self.size, len(tokens) - self.size + 1, self.size):
-            data = array("q", tokens[start : start + self.size]).tobytes()
+    def _add_digests(self, request: Request) -> None:
+        """Add the digests of a request's new full pages."""
+        before = request.digests[-1] if request.digests else request.salt
+        for start in range(len(request.digests) * self.size, len(request.tokens) - self.size + 1, self.size):
+            data = array("q", request.tokens[start : start + self.size]).tobytes()
             before = blake2b(before + data, digest_size=16).digest()
-            found.append(before)
-        return found
+            request.digests.append(before)
 
     def find(self, request: Request) -> list[list[int]]:
         """Return the pages by group that hold the beginning of a request, without its last token, whose logits are
         wanted. 0 stands for a page behind the window."""
         if not self.share:
             return [[] for _ in self.windows]
-        request.digests = self.digests(request.tokens, request.digests, request.salt)
+        self._add_digests(request)
         rows, known, longest = list[list[int]](), [0] * len(self.windows), 0
         for end, digest in enumerate(request.digests[: (len(request.tokens) - 1) // self.size], 1):
             rows.append([self._known.get((group, digest), 0) for group in range(len(self.windows))])
@@ -146,8 +144,7 @@ class Blocks:
         full = computed // self.size
         if not self.share or full == request.remembered:
             return
-        if len(request.digests) < full:
-            request.digests = self.digests(request.tokens[: full * self.size], request.digests, request.salt)
+        self._add_digests(request)
         start, request.remembered = request.remembered, full
         for group, table in enumerate(request.blocks):
             for page, digest in zip(table[start:full], request.digests[start:full], strict=True):

@@ -20,38 +20,34 @@ LEXER_FUEL = 300_000  # of the library's million: a second for `(a{1000}){1000}`
 
 
 class State:
-    """The constraint of one request's answer, and how much of it has been matched."""
+    """The constraint of one request's answer, and how much of it has been matched. Raises UserError if the library
+    gives the constraint up, which it does with some at once."""
 
     def __init__(self, grammar: str, tokenizer: Any) -> None:
         library = _library()
         limits = library.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
         self.matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        self._bits()  # some are too large to begin with
+        self._compute_mask()
+
+    def take(self, token: int) -> None:
+        """Advance by a token of the answer."""
+        self.matcher.consume_token(token)
+        self._compute_mask()
 
     def mask(self, vocab: int) -> Tensor:
-        """Return a mask (V,), true where a token is allowed. UserError if the library gave the constraint up."""
-        bits = torch.frombuffer(bytearray(self._bits()), dtype=torch.uint8)
-        each = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        """Return a mask (V,), true where a token is allowed."""
+        each = (self._bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
         flat = each.flatten().bool()[:vocab]
         return torch.nn.functional.pad(flat, (0, vocab - len(flat)))
 
-    def take(self, token: int) -> None:
-        """Go on behind a token of the answer. UserError as of `mask`."""
-        self.matcher.consume_token(token)
-        self._check()
-
-    def _bits(self) -> bytes:
-        bits: bytes = self.matcher.compute_bitmask()
-        self._check()
-        return bits
-
-    def _check(self) -> None:
+    def _compute_mask(self) -> None:
+        self._bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         # The library raises nothing: it allows the end of text alone, as if the answer were whole.
         if self.matcher.is_error():
             raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
 
 
-def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
+def allowed_tokens(rows: Sequence[Row], vocab: int) -> Tensor | None:
     """Return masks (R, V) for the rows of a step, or None if no request has a constraint."""
     if not any(row.request.state is not None for row in rows):
         return None
@@ -59,7 +55,7 @@ def allowed(rows: Sequence[Row], vocab: int) -> Tensor | None:
     return torch.stack([everything if r.request.state is None else r.request.state.mask(vocab) for r in rows])
 
 
-def grammar_of(kind: str, value: Any) -> str:
+def compile_grammar(kind: str, value: Any) -> str:
     """Compile a json_object, json_schema, regex, choice or grammar (Lark). UserError if the library cannot read it."""
     LLMatcher = _library().LLMatcher
     try:

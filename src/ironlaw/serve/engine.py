@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from ironlaw.errors import UserError
 from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import ServeConfig
-from ironlaw.serve.constrain import allowed
+from ironlaw.serve.constrain import allowed_tokens
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.recording import Recording
 from ironlaw.serve.request import FinishReason, Request, SampledToken, SamplingParams
@@ -52,6 +53,8 @@ class Engine:
         self.context = config.context or self.model_config.context
         if self.context > self.model_config.context:
             raise UserError(f"serve.context = {self.context:,} is more than the model's {self.model_config.context:,}")
+        scaling = self.model_config.rope_scaling if self.model_config.rope_long else None
+        self._original_context = int(scaling["original_context"]) if scaling else sys.maxsize
         models = [served] + ([served.draft] if served.draft is not None else [])
         windows, groups = layer_groups([m.model.config for m in models])
         page = config.block * sum(
@@ -133,8 +136,8 @@ class Engine:
                 self._number += 1
                 sampling = request.sampling
                 request.seed = self.config.seed + request.number if sampling.seed is None else sampling.seed
-                request.ends = frozenset(sampling.stop_tokens)
-                if not sampling.ignore_end:
+                request.ends = frozenset(sampling.stop_token_ids)
+                if not sampling.ignore_eos:
                     request.ends |= self.served.end_tokens
                 request.is_long = self._is_long(request)
                 self._arrivals.append(request)
@@ -181,22 +184,29 @@ class Engine:
             self.step()
         return requests
 
-    def continued(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-        """Return an answer that may exceed the context: whenever it is full, the model continues from its newest half.
-
-        The end-of-text token is not included.
-        """
-        new: list[int] = []
-        window = list(prompt)[-self.longest_prompt :]
-        while len(new) < sampling.max_tokens:
-            seed = (sampling.seed or self.config.seed) + len(new)
-            left = replace(sampling, max_tokens=sampling.max_tokens - len(new), seed=seed)
-            (request,) = self.generate([window], left)
-            new += request.answer
-            if request.finish != "length":
-                return new[:-1] if new and new[-1] in self.served.end_tokens else new
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[int]:
+        """Yield the tokens of an answer as they are made. It may exceed the context: whenever that is full, the model
+        continues from its newest half. The end-of-text token is not included."""
+        window, made = list(prompt)[-self.longest_prompt :], 0
+        while made < sampling.max_tokens:
+            seed = (sampling.seed or self.config.seed) + made
+            request = Request(window, replace(sampling, max_tokens=sampling.max_tokens - made, seed=seed))
+            self.submit(request)
+            seen = 0
+            while self.running or self.waiting:
+                self.step()
+                new = request.answer[seen:]
+                seen += len(new)
+                is_ended = request.finish not in (None, "length")
+                yield from new[:-1] if is_ended and new and new[-1] in self.served.end_tokens else new
+            if is_ended:
+                return
+            made += seen
             window = request.tokens[-max(1, self.longest_prompt // 2) :]
-        return new
+
+    def generate_beyond_context(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+        """Return all tokens of `stream`."""
+        return list(self.stream(prompt, sampling))
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -216,15 +226,16 @@ class Engine:
                 log.exception("the engine stopped")
                 self.failure = f"the engine stopped: {type(error).__name__}: {error}".splitlines()[0]
                 break
-        self._take_in()
+        self._process_queues()
         for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            request.failure = self.failure
             self._finish(request, "cancelled" if self.failure is None else "error", [])
         self.after_step()
 
     def step(self) -> int:
         """Take one step. Returns the number of requests in it."""
         began = time.perf_counter()
-        self._take_in()
+        self._process_queues()
         step = self.scheduler.schedule(self._propose)
         if not step:
             return 0
@@ -238,7 +249,7 @@ class Engine:
         if self.served.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         computed_at = time.perf_counter()
-        chosen = self._chosen(logits, ordered)
+        chosen = self._sample(logits, ordered)
         sampled_at = time.perf_counter()
         self._accept(ordered, chosen, record)
         ended = time.perf_counter()
@@ -250,38 +261,23 @@ class Engine:
         self.trace.add(record)
         return len(step)
 
-    def _chosen(self, logits: torch.Tensor | None, ordered: list[RunnerWork]) -> list[SampledToken]:
-        """Sample a token for each of the rows (R, V). If that fails, each request is tried alone, and may end alone."""
-        rows = [[Row(w.request, w.start + len(w.tokens) - n) for n in reversed(range(w.wanted))] for w in ordered]
+    def _sample(self, logits: torch.Tensor | None, ordered: Sequence[RunnerWork]) -> list[SampledToken]:
+        """Sample a token for each of the rows (R, V)."""
         if logits is None:
             return []
+        rows = [Row(w.request, w.start + len(w.tokens) - n) for w in ordered for n in reversed(range(w.wanted))]
+        return sample(logits, rows, allowed_tokens(rows, self.model_config.vocab))
 
-        def draw(logits: torch.Tensor, rows: list[Row]) -> list[SampledToken]:
-            return sample(logits, rows, allowed(rows, self.model_config.vocab))
-
-        try:
-            return draw(logits, [row for each in rows for row in each])
-        except Exception as error:
-            log.warning("the tokens of a step could not be chosen together: %s", error)
-        chosen, stay = list[SampledToken](), list[RunnerWork]()
-        for w, each, part in zip(ordered, rows, logits.split([w.wanted for w in ordered]), strict=True):
-            try:
-                chosen += draw(part, each) if each else []
-                stay.append(w)
-            except Exception as error:
-                self._fail(w.request, "no token could be chosen", error)
-        ordered[:] = stay
-        return chosen
-
-    def _fail(self, request: Request, what: str, error: Exception) -> None:
+    def _fail(self, request: Request, error: Exception) -> None:
         request.is_at_fault = isinstance(error, UserError)
+        failure = str(error)
         if not request.is_at_fault:
-            log.error(what, exc_info=error)
-        failure = str(error) if request.is_at_fault else f"{what}: {type(error).__name__}: {error}"
+            log.error("a token could not be read", exc_info=error)
+            failure = f"a token could not be read: {type(error).__name__}: {error}"
         request.failure = failure.splitlines()[0]
         self._finish(request, "error", [])
 
-    def _take_in(self) -> None:
+    def _process_queues(self) -> None:
         while self._arrivals:
             self.scheduler.add(self._arrivals.popleft())
         while self._cancelled:
@@ -293,10 +289,8 @@ class Engine:
         # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
         is_own = request.state is None and not request.sampling.changes_logits
         drafted = self.proposer.propose(request) if is_own else []
-        if not self.model_config.rope_long or request.is_long:
-            return drafted
         # Beyond the original context all tokens are computed again, so a step must not cross its end.
-        return drafted[: max(0, self._original_context - len(request.tokens))]
+        return drafted if request.is_long else drafted[: max(0, self._original_context - len(request.tokens))]
 
     def _work(self, request: Request, count: int) -> RunnerWork:
         end = request.computed + count
@@ -342,7 +336,7 @@ class Engine:
             try:
                 record.produced += self._append(request, new[: stands + 1], now)
             except Exception as error:  # in its text or constraint: other requests are not affected
-                self._fail(request, "a token could not be read", error)
+                self._fail(request, error)
 
     def _append(self, request: Request, new: list[SampledToken], now: float) -> int:
         sampling, taken = request.sampling, list[SampledToken]()
@@ -354,7 +348,7 @@ class Engine:
             if request.state is not None:
                 request.state.take(chosen.token)
             ends = chosen.token in request.ends
-            if request.decode is not None and (sampling.keeps_stop or not ends):
+            if request.decode is not None and (sampling.include_stop or not ends):
                 ends |= request.decode(chosen, count > sampling.min_tokens)
             if ends:
                 finish = "stop"
@@ -388,8 +382,4 @@ class Engine:
         request.on_output, request.decode, request.state, request.digests = lambda request, chosen: None, None, None, []
 
     def _is_long(self, request: Request) -> bool:
-        return self.model_config.rope_long is not None and len(request.tokens) > self._original_context
-
-    @property
-    def _original_context(self) -> int:
-        return int((self.model_config.rope_scaling or {})["original_context"])
+        return len(request.tokens) > self._original_context

@@ -33,7 +33,7 @@ _WORDS = (
 )
 
 GET_SECONDS = 10
-LONGEST_LINE = 2**24  # bytes of one event: a server that never ends its line would fill the memory
+MAX_LINE_BYTES = 2**24  # bytes of one event: a server that never ends its line would fill the memory
 
 _RECORDED_STEPS = 3  # of each phase, under the profiler
 
@@ -87,11 +87,18 @@ def poisson(rate: float, requests: int, prompt: int, output: int, seed: int) -> 
     return plans
 
 
+# Names of a request's time, prompt length and answer length: Mooncake's, Azure's, and those of `requests.jsonl`.
+_COLUMNS = (
+    ("timestamp", "TIMESTAMP", "at"),
+    ("input_length", "ContextTokens", "prompt_tokens"),
+    ("output_length", "GeneratedTokens", "output_tokens"),
+)
+
+
 def read_trace(path: Path) -> list[PlannedRequest]:
     """Read JSON lines (or CSV with a header) of `timestamp` in seconds, `input_length`, `output_length`, and `prompt`.
 
-    `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns
-    (TIMESTAMP, ContextTokens, GeneratedTokens).
+    `prompt` is optional. Also reads Mooncake's traces (milliseconds, recognized by `hash_ids`) and Azure's columns.
     """
     import csv
     import datetime
@@ -106,17 +113,16 @@ def read_trace(path: Path) -> list[PlannedRequest]:
         rows = [parse_json(line, "a line") for line in lines] if is_lines else list[Any](csv.DictReader(lines))
         plans = []
         for row in rows:
-            when: Any = row.get("timestamp", row.get("TIMESTAMP", row.get("at")))
+            found: list[Any] = [next((row[name] for name in names if name in row), None) for names in _COLUMNS]
+            when, prompt, output = found[0], int(found[1]), int(found[2])
             try:
                 at = float(when)
             except ValueError:
                 at = datetime.datetime.fromisoformat(str(when)[:26]).timestamp()
             if "hash_ids" in row:
                 at /= 1000
-            prompt: Any = row.get("input_length", row.get("ContextTokens", row.get("prompt_tokens")))
-            output: Any = row.get("output_length", row.get("GeneratedTokens", row.get("output_tokens")))
-            plans.append(PlannedRequest(at, int(prompt), int(output), row.get("prompt")))
-            if not math.isfinite(at) or int(prompt) < 0 or int(output) < 0:
+            plans.append(PlannedRequest(at, prompt, output, row.get("prompt")))
+            if not math.isfinite(at) or min(prompt, output) < 0:
                 raise ValueError(f"a request of {prompt} and {output} tokens at {when}")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(
@@ -125,9 +131,7 @@ def read_trace(path: Path) -> list[PlannedRequest]:
     if not plans:
         raise UserError(f"{path} has no requests")
     first = min(plan.at for plan in plans)
-    return sorted(
-        (PlannedRequest(p.at - first, p.prompt_tokens, p.output_tokens, p.prompt) for p in plans), key=lambda p: p.at
-    )
+    return sorted((replace(plan, at=plan.at - first) for plan in plans), key=lambda plan: plan.at)
 
 
 class Client:
@@ -179,12 +183,12 @@ class Client:
         return status, None
 
     async def ask(
-        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_end: bool
+        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_eos: bool
     ) -> None:
         body = {
             "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "model": self.model,
-        } | ({"ignore_eos": True} if ignore_end else {})  # fmt: skip
+        } | ({"ignore_eos": True} if ignore_eos else {})  # fmt: skip
         began = time.perf_counter()
         writer = None
         try:
@@ -250,7 +254,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
     rest = b""
     while data := await piece():
         *whole, rest = (rest + data).split(b"\n")
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MAX_LINE_BYTES:
             raise ValueError("a line without an end")
         for line in whole:
             yield line
@@ -270,17 +274,20 @@ def _message(data: bytes) -> str | None:
 class Report:
     """The results of a load test."""
 
-    outcomes: list[RequestOutcome]
-    seconds: float
+    outcomes: list[RequestOutcome] = field(default_factory=list)  # of the requests that have ended
+    seconds: float = 0.0
     server: dict[str, Any] | None = None  # steps and facts of an Ironlaw server
 
 
 async def run(
-    client: Client, plans: Sequence[PlannedRequest], *, concurrency: int | None, ignore_end: bool,
+    client: Client, plans: Sequence[PlannedRequest], report: Report, *, concurrency: int | None, ignore_eos: bool,
     shared_prefix: int = 0, profile: bool = False, progress: Callable[[float], None] = lambda done: None,
-) -> Report:  # fmt: skip
-    """Send requests. `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an
-    Ironlaw server records a few steps by operation, afterwards, since a profiler slows small steps severalfold."""
+) -> None:  # fmt: skip
+    """Send requests and fill `report`, which after an interruption has the requests that ended before it.
+
+    `concurrency`: number in progress, whatever the plans' times; None: at their times. `profile`: an Ironlaw server
+    records a few steps by operation, afterwards, since a profiler slows small steps severalfold.
+    """
     status, models = await client.get("/v1/models")
     if status in (401, 403):
         raise UserError(f"the server at {client.url} wants a key: give --api-key, or set OPENAI_API_KEY")
@@ -302,15 +309,20 @@ async def run(
         else:
             await limit.acquire()
         outcome = RequestOutcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
-        await client.ask(plan, prompt, outcome, ignore_end)
+        await client.ask(plan, prompt, outcome, ignore_eos)
         if limit is not None:
             limit.release()
         done += 1
         progress(done / len(plans))
         return outcome
 
-    outcomes = list(await asyncio.gather(*(one(p, t) for p, t in zip(plans, prompts, strict=True))))
-    seconds = time.perf_counter() - began
+    tasks = [asyncio.create_task(one(p, t)) for p, t in zip(plans, prompts, strict=True)]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        ended = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
+        report.outcomes = [task.result() for task in ended]
+        report.seconds = time.perf_counter() - began
     server = None
     with suppress(KeyError, TypeError):  # some foreign servers answer every path
         if before["facts"]["engine"] == "ironlaw":
@@ -322,14 +334,14 @@ async def run(
     if server is not None and profile:
         some = plans[: max((step["requests"] for step in server["steps"]), default=1)]
         server["lines"] = await _profiled(client, some, await _prompts(client, some, shared_prefix, seed=8))
-    return Report(outcomes, seconds, server)
+    report.server = server
 
 
 async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Sequence[str]) -> list[Any]:
     """Return the operations of a few steps, with such requests all at once and short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
-    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_end=False) for p, t in zip(short, prompts, strict=True)]
+    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_eos=False) for p, t in zip(short, prompts, strict=True)]
     await asyncio.gather(*asked)
     _, found = await client.get("/steps?since=999999999")
     return [] if found is None else list(found["lines"])
@@ -341,7 +353,7 @@ async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int,
     probe = [draws.choice(words) for _ in range(64)]
     for count in (64, 2):  # two words for a model of a short context
         outcome = RequestOutcome(0.0, 0, 1)
-        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_end=False)
+        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_eos=False)
         if outcome.error is None:
             break
     else:
@@ -376,10 +388,9 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
         "output_tokens": tokens, "output_tokens_per_second": tokens / report.seconds,
         "prompt_tokens": asked,  # None: the server does not tell them, and its output tokens are pieces of answers
         "total_tokens_per_second": None if asked is None else (tokens + asked) / report.seconds,
-        "ttft_seconds": percentiles([o.ttft for o in good if o.ttft is not None]),
-        "tpot_seconds": percentiles([o.tpot for o in good if o.tpot is not None]),
+        "ttft_seconds": percentiles([o.ttft for o in good]), "tpot_seconds": percentiles([o.tpot for o in good]),
         "inter_token_seconds": percentiles(gaps),
-        "e2e_seconds": percentiles([o.end for o in good if o.end is not None]),
+        "e2e_seconds": percentiles([o.end for o in good]),
         "queue_seconds": percentiles((report.server or {}).get("queue_seconds", [])),
         "goodput_requests_per_second": len(within) / report.seconds,
         "goodput_share": len(within) / len(report.outcomes),
@@ -387,15 +398,14 @@ def summary(report: Report, ttft_limit: float | None = None, tpot_limit: float |
     }  # fmt: skip
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    if not values:
+def percentiles(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    found = np.percentile(np.asarray(values), [10, 50, 90, 95, 99])
-    names = ("p10", "p50", "p90", "p95", "p99")
-    return {"mean": float(np.mean(values))} | {n: float(v) for n, v in zip(names, found, strict=True)}
+    return {"mean": float(np.mean(known))} | {f"p{q}": float(np.percentile(known, q)) for q in (10, 50, 90, 95, 99)}
 
 
-async def _crowds() -> None:
+async def _run_clients() -> None:
     """Send random prompts to a server that warms up. The first line of standard input has URL, key and vocabulary size
     (everybody could see the key on a command line), every other line the sizes of one batch."""
     url, key, vocab = sys.stdin.readline().split()
@@ -405,10 +415,10 @@ async def _crowds() -> None:
         count, prompt, answer = map(int, line.split())
         plan = PlannedRequest(0.0, prompt, answer)
         prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
-        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_end=True) for one in prompts]
+        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_eos=True) for one in prompts]
         await asyncio.gather(*asked)
         print(flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(_crowds())
+    asyncio.run(_run_clients())

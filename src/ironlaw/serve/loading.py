@@ -23,7 +23,7 @@ from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.serve.config import ServeConfig
 from ironlaw.train.restore import load_trained
 
-_SMALL = 30_000_000  # parameters: below, one token's products take longer to divide among threads than to compute
+_SMALL_MODEL = 30_000_000  # parameters: below, one token's products take longer to divide among threads than to compute
 _KV_SHARE = 0.4  # of the memory that is free after the weights are loaded
 _CUDA_KV_SHARE = 0.8  # the rest is for what a step computes, the pages that it gathers, and recorded graphs
 
@@ -96,7 +96,7 @@ def prepare(
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("serve.device = cuda, but PyTorch sees no CUDA device: use serve.device = cpu")
     device = torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
-    threads = config.threads or (1 if model.config.parameters < _SMALL else usable_cores())
+    threads = config.threads or (1 if model.config.parameters < _SMALL_MODEL else usable_cores())
     torch.set_num_threads(threads)
     model.requires_grad_(False).to(device)
     wide = "bf16" if device.type == "cuda" else "fp32"

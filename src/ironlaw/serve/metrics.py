@@ -36,7 +36,8 @@ class Metrics:
         self._ends = {why: ends.labels(name, theirs) for why, theirs in named.items()}
         refused = Counter("ironlaw:requests_refused", "Requests that found no place.", **label)  # type: ignore[arg-type]
         self.refused = refused.labels(name)
-        self.registry.register(_Live(engine))
+        self.engine = engine
+        self.registry.register(self)
 
     def finished(self, request: Request) -> None:
         self._ends[request.finish or "error"].inc()
@@ -54,14 +55,8 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
-
-class _Live:
-    """Gauges and counters of the engine, read at every request for metrics."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
     def collect(self) -> Iterator[Any]:
+        """Yield gauges and counters of the engine. The registry calls this for every request for metrics."""
         engine, totals = self.engine, self.engine.trace
         gauges = {
             "num_requests_running": engine.running,

@@ -11,13 +11,17 @@ from ironlaw.errors import UserError
 from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
-_WITHOUT_EFFECT = ("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-                   "parallel_tool_calls", "spaces_between_special_tokens")  # fmt: skip
-_ABSENT = ("tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
-           "prediction", "reasoning_effort", "verbosity")  # fmt: skip
-_NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])  # values of these that ask for nothing
-_LARGEST = 2**63
-LONGEST_FORM = 2**16  # characters of a regular expression or a grammar: a million take seconds to read
+_IGNORED = (
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
+    "spaces_between_special_tokens",
+)  # fmt: skip
+_UNSUPPORTED = (
+    "tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
+    "prediction", "reasoning_effort", "verbosity",
+)  # fmt: skip
+_EMPTY_VALUES: tuple[Any, ...] = (None, [], {}, "", "none", "auto", ["text"])  # values of these that ask for nothing
+_MAX_SEED = 2**63
+MAX_GRAMMAR_LENGTH = 2**16  # characters of a regular expression or a grammar: a million take seconds to read
 
 
 class StreamOptions(BaseModel):
@@ -39,9 +43,9 @@ class ResponseFormat(BaseModel):
 class StructuredOutputs(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
     json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = Field(None, max_length=LONGEST_FORM)
+    regex: str | None = Field(None, max_length=MAX_GRAMMAR_LENGTH)
     choice: list[Annotated[str, Field(min_length=1)]] | None = Field(None, min_length=1)
-    grammar: str | None = Field(None, max_length=LONGEST_FORM)
+    grammar: str | None = Field(None, max_length=MAX_GRAMMAR_LENGTH)
 
 
 class RequestBody(BaseModel):
@@ -62,7 +66,7 @@ class RequestBody(BaseModel):
     skip_special_tokens: bool = True
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
-    seed: int | None = Field(None, ge=-_LARGEST, lt=_LARGEST)
+    seed: int | None = Field(None, ge=-_MAX_SEED, lt=_MAX_SEED)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
@@ -78,11 +82,11 @@ class RequestBody(BaseModel):
     def _known(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             raise ValueError("the body is not a JSON object")
-        asked = [name for name in _ABSENT if data.get(name) not in _NOTHING]
+        asked = [name for name in _UNSUPPORTED if data.get(name) not in _EMPTY_VALUES]
         if asked:
             raise ValueError(f"{asked[0]} is not supported by this server: leave it out")
         # Clients send null for the default.
-        return {k: v for k, v in data.items() if k not in (*_WITHOUT_EFFECT, *_ABSENT) and v is not None}
+        return {k: v for k, v in data.items() if k not in (*_IGNORED, *_UNSUPPORTED) and v is not None}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -101,7 +105,7 @@ class RequestBody(BaseModel):
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def grammar(self) -> tuple[str, Any] | None:
-        """Return the kind and text of the answer's constraint, as `constrain.grammar_of` takes them, or None."""
+        """Return the kind and text of the answer's constraint, as `constrain.compile_grammar` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
         if form is not None and form.type != "text" and other is not None:
             raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
@@ -127,9 +131,9 @@ class RequestBody(BaseModel):
             max_tokens=max_tokens, temperature=self.temperature, top_k=max(0, self.top_k), top_p=self.top_p,
             min_p=self.min_p, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty, seed=self.seed, stop=self.stops,
-            stop_tokens=tuple(self.stop_token_ids), ignore_end=self.ignore_eos, min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids), ignore_eos=self.ignore_eos, min_tokens=self.min_tokens,
             logprobs=logprobs, logit_bias=tuple((self.logit_bias or {}).items()),
-            keeps_stop=self.include_stop_str_in_output,
+            include_stop=self.include_stop_str_in_output,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ from ironlaw.observe.profile import (
 )
 from ironlaw.observe.spans import MODULE_SCOPE, scopes_recorded
 
-_SCOPES = ((LayerCache, "mix", "attention"), (Pages, "read", "cache"), (Pages, "write", "cache"),
-           (Native, "attend", "attention"), (Native, "keep", "cache"))  # fmt: skip
-_OPERATIONS = ("attend", "keep", "rotate", "norm")  # of Native: not operations of PyTorch, so the profiler misses them
+# Methods that are recorded under a name: those of compiled code, which the profiler misses, and parts of attention.
+_SCOPES = (
+    *((Native, name, NATIVE + name) for name in ("attend", "keep", "rotate", "norm")),
+    (Weight, "__call__", f"{NATIVE}product"),
+    *((owner, name, f"{MODULE_SCOPE}attention") for owner, name in ((LayerCache, "mix"), (Native, "attend"))),
+    *((owner, name, f"{MODULE_SCOPE}cache") for owner, name in ((Pages, "read"), (Pages, "write"), (Native, "keep"))),
+)
 
 
 class Recording:
@@ -52,11 +56,10 @@ class Recording:
         with ExitStack() as stack:
             recorded = stack.enter_context(torch.profiler.profile())
             stack.enter_context(scopes_recorded(module_scopes(model)))
-            for name in _OPERATIONS:
-                _scoped(stack, Native, name, partial(scope, NATIVE + name))
-            _scoped(stack, Weight, "__call__", partial(scope, f"{NATIVE}product"))
-            for owner, name, operation in _SCOPES:
-                _scoped(stack, owner, name, partial(scope, MODULE_SCOPE + operation))
+            for owner, method, name in _SCOPES:
+                original = getattr(owner, method)
+                setattr(owner, method, _record_as(name, original))
+                stack.callback(setattr, owner, method, original)
             stack.enter_context(scope(STEP_SCOPE))
             stack.enter_context(scope(f"{PHASE_SCOPE}{phase}"))
             yield
@@ -71,13 +74,10 @@ class Recording:
         return [self._lines[key] for key in sorted(self._lines)]
 
 
-def _scoped(stack: ExitStack, owner: type, name: str, around: Callable[[], Any]) -> None:
-    original: Any = getattr(owner, name)
-
-    @wraps(original)
+def _record_as(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        with around():
-            return original(*arguments, **named)
+        with scope(name):
+            return method(*arguments, **named)
 
-    setattr(owner, name, call)
-    stack.callback(setattr, owner, name, original)
+    return call

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-SCORED_AT_ONCE = 256  # tokens of a prompt whose logits exist at a time
+MAX_SCORED_TOKENS = 256  # tokens of a prompt whose logits exist at a time
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -26,20 +26,20 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides logits of tokens in prompt and answer (arXiv 1909.05858)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_tokens: tuple[int, ...] = ()  # in addition to the end of text
-    ignore_end: bool = False  # the end of text is a token like any other
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the end of text
+    ignore_eos: bool = False  # the end of text is a token like any other
     min_tokens: int = 0  # of the answer, before which nothing ends it but its form
     logprobs: int | None = None  # number of most likely tokens to report with each token; 0: only the token itself
     scores_prompt: bool = False  # report these of the prompt's tokens, too
     logit_bias: tuple[tuple[int, float], ...] = ()
-    keeps_stop: bool = False  # the stop string is part of the answer
+    include_stop: bool = False  # the stop string is part of the answer
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
     @property
-    def narrows(self) -> bool:
+    def restricts_tokens(self) -> bool:
         """Whether only some of the tokens can be drawn."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
@@ -96,7 +96,7 @@ class Request:
     drafted_for: int = 0  # tokens whose keys and values the draft model has
     drafted: list[int] = field(default_factory=list)  # proposed for this step
     finish: FinishReason | None = None
-    failure: str | None = None  # the reason for `finish` "error", if other requests are not affected
+    failure: str | None = None  # the reason for `finish` "error"
     is_at_fault: bool = False  # the same request would fail again
     shared_tokens: int = 0  # of the prompt, found in shared pages when the request was first admitted
     preemptions: int = 0
@@ -132,7 +132,7 @@ class Request:
         """Return the tokens of the next step: all that follow those `computed`; of a prompt that is scored a part, for
         its logits are in memory at once."""
         left = len(self.tokens) - computed
-        return min(left, SCORED_AT_ONCE) if self.is_scoring else left
+        return min(left, MAX_SCORED_TOKENS) if self.is_scoring else left
 
     def score(self, found: list[SampledToken], place: int) -> list[SampledToken]:
         """Keep the prompt's tokens among `found`, of which the first is at `place`, and return those of the answer."""

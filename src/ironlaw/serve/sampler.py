@@ -35,7 +35,7 @@ class Row:
         return self.request.tokens[self.place] if scored else None
 
     @property
-    def is_early(self) -> bool:
+    def is_before_min_tokens(self) -> bool:
         """Whether the answer has too few tokens to end."""
         return 0 <= self.place - self.request.prompt_length < self.request.sampling.min_tokens
 
@@ -54,19 +54,19 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
-    early = [number for number, row in enumerate(rows) if row.is_early]
+    early = [number for number, row in enumerate(rows) if row.is_before_min_tokens]
     if not changed and not early and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
-        return [SampledToken(token) for token in likeliest(logits).tolist()]
+        return [SampledToken(token) for token in most_likely(logits).tolist()]
     original = logits.float()
     logits = original.clone() if changed or early else original
     for number, row in enumerate(rows):
         if row.request.sampling.changes_logits:
-            _change(logits[number], row)
+            _apply_penalties(logits[number], row)
     if masks is not None:
         logits = logits.masked_fill(~masks, -math.inf)
     for number in early:
-        _go_on(logits[number], rows[number].request.ends)
-    tokens = likeliest(logits)
+        _exclude_ends(logits[number], rows[number].request.ends)
+    tokens = most_likely(logits)
     drawn = [number for number, s in enumerate(asked) if not s.is_greedy]
     if drawn:
         some = torch.tensor(drawn, device=logits.device)
@@ -78,14 +78,14 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     return chosen
 
 
-def likeliest(logits: Tensor) -> Tensor:
+def most_likely(logits: Tensor) -> Tensor:
     """Return the most likely tokens (R,). On a CPU NumPy takes a tenth to a twenty-fifth of PyTorch's time."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return torch.from_numpy(logits.float().numpy().argmax(-1))
 
 
-def _change(logits: Tensor, row: Row) -> None:
+def _apply_penalties(logits: Tensor, row: Row) -> None:
     """Apply the penalties and biases of one request to `logits` (V,) in place."""
     request, sampling = row.request, row.request.sampling
     device = logits.device
@@ -102,7 +102,7 @@ def _change(logits: Tensor, row: Row) -> None:
         logits[list(tokens)] += torch.tensor(biases, device=device)
 
 
-def _go_on(logits: Tensor, ends: Iterable[int]) -> None:
+def _exclude_ends(logits: Tensor, ends: Iterable[int]) -> None:
     """Exclude the tokens that end an answer from `logits` (V,), in place, unless its form leaves no others."""
     without = logits.clone()
     without[list(ends)] = -math.inf
@@ -118,19 +118,21 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     probabilities = torch.softmax(logits / _column([max(s.temperature, 1e-5) for s in asked], logits).float(), -1)
     numbers = _column([uniform(row.request.seed, row.place) for row in rows], logits)
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    left = [number for number, s in enumerate(asked) if s.narrows]
-    whole = [number for number, s in enumerate(asked) if not s.narrows]
+    left = [number for number, s in enumerate(asked) if s.restricts_tokens]
+    whole = [number for number, s in enumerate(asked) if not s.restricts_tokens]
     if whole:
-        tokens[whole] = _invert(_some(probabilities, whole), numbers[whole])
+        tokens[whole] = _invert(_select(probabilities, whole), numbers[whole])
     for width in (min(vocab, _CANDIDATES), vocab):
         if left:
-            drawn, enough = _among(_some(probabilities, left), numbers[left], [asked[number] for number in left], width)
+            drawn, enough = _draw_from_top(
+                _select(probabilities, left), numbers[left], [asked[number] for number in left], width
+            )
             tokens[left] = drawn  # those without enough candidates are drawn again
             left = [number for number, is_enough in zip(left, enough, strict=True) if not is_enough]
     return tokens
 
 
-def _some(rows: Tensor, numbers: Sequence[int]) -> Tensor:
+def _select(rows: Tensor, numbers: Sequence[int]) -> Tensor:
     """Return the rows of these numbers, without a copy where they are all."""
     return rows if len(numbers) == len(rows) else rows[numbers]
 
@@ -139,7 +141,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device, dtype=torch.float64)[:, None]
 
 
-def _among(
+def _draw_from_top(
     probabilities: Tensor, numbers: Tensor, asked: Sequence[SamplingParams], width: int
 ) -> tuple[Tensor, list[bool]]:
     """Sample tokens (R,) from the `width` most likely ones. Also return whether these include all that a row keeps."""

@@ -12,7 +12,7 @@ from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 
-LAST_SECONDS = 5.0  # after draining, for clients to be told
+SHUTDOWN_SECONDS = 5.0  # after draining, for clients to be told
 
 
 def require_extra() -> None:
@@ -25,7 +25,7 @@ def require_extra() -> None:
         raise UserError(f"serving needs an extra ({error.name} is missing): pip install 'ironlaw[serve]'") from None
 
 
-def bound(config: ServeConfig) -> socket.socket:
+def bind_socket(config: ServeConfig) -> socket.socket:
     """Return a socket bound to the server's address. Connections are refused until the server listens on it."""
     address = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,11 +33,11 @@ def bound(config: ServeConfig) -> socket.socket:
         address.bind((config.host, config.port))
     except OSError as error:
         address.close()
-        raise _unheard(config, error) from None
+        raise _address_error(config, error) from None
     return address
 
 
-def _unheard(config: ServeConfig, why: OSError) -> UserError:
+def _address_error(config: ServeConfig, why: OSError) -> UserError:
     where = f"cannot listen on {config.host}:{config.port} ({why.strerror})"
     return UserError(f"{where}: use another serve.host, or serve.port (0: any free one)")
 
@@ -47,7 +47,7 @@ def serve(engine: Engine, on_ready: Callable[[str], None], address: socket.socke
     try:
         build_server(engine, on_ready).run([address])
     except OSError as error:  # another process has begun to listen there
-        raise _unheard(engine.config, error) from None
+        raise _address_error(engine.config, error) from None
 
 
 def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
@@ -80,7 +80,7 @@ def build_server(engine: Engine, on_ready: Callable[[str], None]) -> Any:
 
     settings = uvicorn.Config(
         app, host=config.host, port=config.port, log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=math.ceil(config.drain_seconds + LAST_SECONDS), timeout_keep_alive=30,
+        timeout_graceful_shutdown=math.ceil(config.drain_seconds + SHUTDOWN_SECONDS), timeout_keep_alive=30,
         limit_concurrency=config.batch + config.waiting + 1024, backlog=2048,
     )  # fmt: skip
     return AnnouncedServer(settings)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from ironlaw.serve.request import Request
 from ironlaw.serve.runner import Runner, RunnerWork
-from ironlaw.serve.sampler import likeliest
+from ironlaw.serve.sampler import most_likely
 
 
 class Proposer:
@@ -74,7 +74,7 @@ class DraftModel(Proposer):
             logits, ordered = self.runner.run(work)
             assert logits is not None
             work = []
-            for w, token in zip(ordered, likeliest(logits).tolist(), strict=True):
+            for w, token in zip(ordered, most_likely(logits).tolist(), strict=True):
                 w.request.drafted[number] = token
                 w.request.drafted_for = w.start + len(w.tokens)
                 if number + 1 < len(w.request.drafted):

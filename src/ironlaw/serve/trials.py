@@ -14,17 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
 from ironlaw.cores import usable_cores
 from ironlaw.data.loader import Loader
 from ironlaw.errors import UserError
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.engine import Engine
 from ironlaw.serve.loading import load_served
-from ironlaw.serve.request import Request, SamplingParams
-from ironlaw.serve.runner import RunnerWork
+from ironlaw.serve.request import SamplingParams
 from ironlaw.train.compression import text_of
 from ironlaw.train.run_directory import RunDirectory
 
@@ -33,7 +29,7 @@ from ironlaw.train.run_directory import RunDirectory
 class TrialResult:
     seconds_per_token: float
     step_seconds: float  # median of decode-only steps
-    loss: float  # nats per token of the prompts' second halves, with the first halves in pages
+    loss: float  # nats per token of the prompts' second halves
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Load:
         # With shared prefixes, repeated prompts would cost nothing.
         config = ServeConfig(**dict(settings) | {"waiting": self.at_once, "share_prefixes": False})
         engine = Engine(load_served(self.path, config), config)
-        sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_end=True)
+        sampling = SamplingParams(max_tokens=self.answer, temperature=0, ignore_eos=True)
         engine.generate(self.prompts[: self.at_once], sampling)  # warm-up
         rates: list[float] = []
         first, began = engine.trace.count, time.monotonic()
@@ -62,24 +58,13 @@ class Load:
         decoding = [step.seconds for step in engine.trace.since(first) if step.phase == "decode"]
         return TrialResult(statistics.median(rates), statistics.median(decoding or [0.0]), self._loss(engine))
 
-    @torch.inference_mode()
     def _loss(self, engine: Engine) -> float:
-        losses = []
-        for prompt in self.prompts:
-            half = len(prompt) // 2
-            if half < 1 or len(prompt) > engine.blocks.tokens:
-                continue
-            request = Request(prompt, SamplingParams(), blocks=[[] for _ in engine.blocks.windows])
-            engine.blocks.extend(request, engine.blocks.needed(request, len(prompt)))
-            engine.runner.run([RunnerWork(request, list(prompt[:half]), 0, 0)])
-            logits, _ = engine.runner.run([RunnerWork(request, list(prompt[half:-1]), half, len(prompt) - 1 - half)])
-            if logits is not None:
-                losses.append(float(F.cross_entropy(logits.float(), torch.tensor(prompt[half + 1 :]))))
-            engine.blocks.release(request)
-        return statistics.mean(losses) if losses else 0.0
+        scoring = SamplingParams(max_tokens=0, logprobs=0, scores_prompt=True)
+        scored = [r.scored[r.prompt_length // 2 + 1 :] for r in engine.generate(self.prompts, scoring, self.at_once)]
+        return statistics.mean([-(token.logprob or 0.0) for half in scored for token in half] or [0.0])
 
 
-def prompts_of(
+def read_prompts(
     path: Path, count: int, tokens: int, vocab: int, data: str | None, say: Any
 ) -> tuple[list[list[int]], bool]:
     """Cut the held-out text of a run, or of `data`, into prompts. Without text, return random tokens, and False."""
@@ -99,7 +84,7 @@ def prompts_of(
     return [prompts[number % len(prompts)] for number in range(count)], True
 
 
-def resolved(path: Path, config: ServeConfig) -> dict[str, Any]:
+def resolve_settings(path: Path, config: ServeConfig) -> dict[str, Any]:
     """Return the settings with "auto" resolved for this model and machine, its `vocab`, and the usable `cores`."""
     served = load_served(path, config)
     model = served.model.config

@@ -42,7 +42,7 @@ def command(folder: Path, config: ServeConfig, program: str = "vllm") -> list[st
     return [program, "serve", str(folder), *given, shares, *keys]
 
 
-def become_vllm(folder: Path, config: ServeConfig) -> None:
+def exec_vllm(folder: Path, config: ServeConfig) -> None:
     """Replace this process by vLLM."""
     beside = Path(sys.executable).with_name("vllm")
     program = str(beside) if beside.is_file() else shutil.which("vllm")

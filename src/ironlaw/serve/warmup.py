@@ -12,8 +12,8 @@ import secrets
 import statistics
 import sys
 import time
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -26,13 +26,13 @@ from ironlaw.serve.measured import gaps
 
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
 LONG_BATCH = 16  # largest batch timed with long prompts, too: a cached token costs the same in every batch
-MOST_PAGES = 256
-LONGEST_SECONDS = 2.0
+MAX_PAGES = 256
+MAX_SECONDS = 2.0
 CLIENT_SECONDS = 60.0  # limit for clients to start, to ask and to be answered
 GROWTH = 0.7  # assumed exponent of the time of a batch in its size: 1 for prompts, 0 for reading weights
 
 
-def warm_up(engine: Engine, seconds: float = LONGEST_SECONDS) -> None:
+def warm_up(engine: Engine, seconds: float = MAX_SECONDS) -> None:
     """Answer batches of requests, of sizes far apart first, then of those between, while time is left. `engine.passes`
     receives the measured times by phase, tokens and length of the caches."""
     longest = engine.longest_prompt - ANSWER
@@ -45,57 +45,46 @@ async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> No
     change."""
     config, key, size, groups = engine.config, secrets.token_hex(), engine.config.block, len(engine.blocks.windows)
     pages = (groups * -(-(tokens + ANSWER) // size) * n for tokens, n in ((prompt, config.batch), (long, LONG_BATCH)))
-    most = max(MOST_PAGES, engine.blocks.count // 16)  # a GPU has little memory left beside the pages of `engine`
+    most = max(MAX_PAGES, engine.blocks.count // 16)  # a GPU has little memory left beside the pages of `engine`
     alone = {"speculation": "none", "blocks": 1 + min(max(pages), most), "api_keys": (key,)}
     alone |= {"waiting": config.batch, "body_bytes": 2**20}  # limits set by the user do not apply to these clients
-    beside = Engine(engine.served, config.model_copy(update=alone))
+    measured = Engine(engine.served, config.model_copy(update=alone))
 
-    async def batch_of(clients: Process, batch: int, prompt: int) -> list[dict[str, Any]]:
+    async def measure_batch(batch: int, prompt: int) -> list[dict[str, Any]]:
         """Answer `batch` requests whose prompts arrive together. Returns the steps, with the gaps before them."""
-        first, began = beside.trace.count, time.monotonic()
-        _tell(clients, batch, prompt, ANSWER)
+        first, began = measured.trace.count, time.monotonic()
+        answered = asyncio.create_task(exchange(batch, prompt, ANSWER))
         async with asyncio.timeout(CLIENT_SECONDS):
-            while beside.waiting < batch:
+            while measured.waiting < batch and not answered.done():
                 await asyncio.sleep(1e-4)
         engine.request_seconds = (time.monotonic() - began) / batch
-        await asyncio.to_thread(_drive, beside)
-        await _answered(clients)
-        steps = [step.to_json() for step in beside.trace.since(first)]
+        await asyncio.to_thread(_run_until_done, measured)
+        await answered
+        steps = [step.to_json() for step in measured.trace.since(first)]
         return [step | {"gap_seconds": gap} for step, gap in zip(steps, gaps(steps), strict=True)]
 
     # Without clients nothing is timed, and the plan uses the machine's own measurements.
     with suppress(OSError):
-        async with _clients(beside, key) as clients:
+        async with _clients(measured, key) as exchange:
             began, took = time.monotonic(), dict[int, float]()
             sizes = [1 << n for n in range(config.batch.bit_length())]
             for batch in sizes[::2] + sizes[1::2]:
                 expected = max((2 * t * (batch / n) ** GROWTH for n, t in took.items() if n < batch), default=0.0)
                 if time.monotonic() - began + expected >= seconds:
                     continue
-                await batch_of(clients, batch, prompt)  # compiles
+                await measure_batch(batch, prompt)  # compiles
                 start = time.monotonic()
-                steps = await batch_of(clients, batch, prompt)
+                steps = await measure_batch(batch, prompt)
                 took[batch] = time.monotonic() - start
                 engine.passes += _passes("decode", steps) + _passes("prefill", steps)
                 if batch <= LONG_BATCH:
-                    engine.passes += _passes("decode", await batch_of(clients, batch, long))
-
-
-def _tell(clients: Process, *words: object) -> None:
-    assert clients.stdin is not None
-    clients.stdin.write((" ".join(map(str, words)) + "\n").encode())
-
-
-async def _answered(clients: Process) -> None:
-    """Wait until all requests are answered. Raises OSError if the clients end before."""
-    assert clients.stdout is not None
-    if not await asyncio.wait_for(clients.stdout.readline(), CLIENT_SECONDS):
-        raise ConnectionError("the clients have ended")
+                    engine.passes += _passes("decode", await measure_batch(batch, long))
 
 
 @asynccontextmanager
-async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
-    """Run the clients of `engine` in another process (`ironlaw.serve.load`)."""
+async def _clients(engine: Engine, key: str) -> AsyncIterator[Callable[..., Coroutine[Any, Any, None]]]:
+    """Run the clients of `engine` in another process (`ironlaw.serve.load`). Yields a function that sends them a line
+    and waits for theirs; it raises OSError if they end before."""
     app = create_app(engine)
     app.state.server.outbox.loop = asyncio.get_running_loop()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
@@ -106,10 +95,17 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
     # In a separate session, so that only this process receives Ctrl-C.
     words = (sys.executable, "-P", "-m", "ironlaw.serve.load")
     process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, start_new_session=True)
+    to_clients, from_clients = process.stdin, process.stdout
+    assert to_clients is not None and from_clients is not None
+
+    async def exchange(*words: object) -> None:
+        to_clients.write((" ".join(map(str, words)) + "\n").encode())
+        if not await asyncio.wait_for(from_clients.readline(), CLIENT_SECONDS):
+            raise ConnectionError("the clients have ended")
+
     try:
-        _tell(process, url, key, engine.model_config.vocab)
-        await _answered(process)
-        yield process
+        await exchange(url, key, engine.model_config.vocab)
+        yield exchange
     finally:
         with suppress(ProcessLookupError):
             process.kill()
@@ -117,7 +113,7 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Process]:
         await server.shutdown()
 
 
-def _drive(engine: Engine) -> None:
+def _run_until_done(engine: Engine) -> None:
     """Take steps until no request is left, as `Engine.start` does."""
     torch.set_num_threads(engine.served.threads)
     while engine.waiting or engine.running:

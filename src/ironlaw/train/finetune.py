@@ -21,7 +21,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.linear import Linear, become
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.frozen_linear import hold_quantized
+from ironlaw.numerics.frozen_linear import quantize_frozen
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.peft import read_adapter, write_adapter
 from ironlaw.train.precision import product_type
@@ -45,7 +45,7 @@ def add_adapters(
         model.get_parameter(entry.ours).requires_grad_(True)
     linears = [module for module in model.get_submodule("blocks").modules() if isinstance(module, Linear)]
     for module in linears if finetune.method == "qlora" else ():
-        hold_quantized(module)
+        quantize_frozen(module)
     for layer, group in groupby(chosen.targets, key=lambda target: target.layer):
         linear = model.get_submodule(layer)
         assert isinstance(linear, Linear)

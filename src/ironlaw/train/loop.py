@@ -41,7 +41,7 @@ from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, NoJournal, batch_crc32, earlier_profile, keep_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
-from ironlaw.train.recovery import GoBack, Recovery, Spike, respond
+from ironlaw.train.recovery import GoBack, Recovery, respond
 from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
@@ -84,7 +84,6 @@ class Trainer:
         self._stop_requested = False
         self._last_probe = 0.0
         self._probe = Probe(profile.fp32_products)
-        self._spike_known = False
         self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
         self._setup(step, start)
@@ -342,29 +341,17 @@ class Trainer:
         """Raise GoBack on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
         spike = self.recovery.observe(self.step, self.train_loss, self._gradient_norm)
         if spike is None:
-            self._spike_known = False
             return
-        if self._spike_known:  # reported before, and there is no checkpoint to go back to
-            return
-        self._spike_known = True
         self.checkpointer.wait()
-        target = self._respond(spike)
+        # All ranks detect the same spike from the same numbers; rank 0 inspects, chooses and deletes checkpoints.
+        target, self.recovery.decisions = self.mesh.on_rank_0(
+            lambda: (
+                respond(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say),
+                self.recovery.decisions,
+            )
+        )
         if target is not None:
             raise GoBack(target)
-
-    def _respond(self, spike: Spike) -> checkpoint.Checkpoint | None:
-        """Return the checkpoint to go back to, if any. All ranks detect the same spike from the same numbers; rank 0
-        inspects the checkpoints, logs the decision and deletes checkpoints."""
-        recovery, known = self.recovery, len(self.recovery.decisions)
-
-        def decide() -> tuple[checkpoint.Checkpoint | None, list[dict[str, Any]]]:
-            target = respond(spike, recovery, self.run.checkpoints, self.journal.event, self.say)
-            return target, recovery.decisions[known:]
-
-        target, decisions = self.mesh.on_rank_0(decide)
-        if not self.mesh.is_rank_0:
-            recovery.decisions += decisions
-        return target
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """Go back to the state of `target`. Later steps are discarded, except from the events and the wall time."""
@@ -372,7 +359,6 @@ class Trainer:
         self._load(target)
         self.journal.forget_after(self.step, self.observed)
         self._read_metrics()
-        self._spike_known = False
         wall = self.observed.wall_seconds
         wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began
 

@@ -18,9 +18,7 @@ from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_re
 from ironlaw.config import ScalerConfig, TrainConfig
 from ironlaw.errors import UserError
 from ironlaw.model.linear import Linear, RoundedLinear, become, capability
-from ironlaw.numerics.aware import hold_as
-from ironlaw.numerics.hadamard import rotation
-from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate
+from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate, make_aware, rotation
 from ironlaw.workload.conventions import whole_tiles
 
 
@@ -41,7 +39,7 @@ def prepare(
     """Prepare a model for `precision`, once. Products of a recipe that the device does not support are emulated bit
     for bit; then the `Moment` that seeds their rounding is returned. UserError if hardware or torchao is missing."""
     if train.qat is not None:
-        hold_as(blocks, train.qat)
+        make_aware(blocks, train.qat)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     rules, is_native = precision_recipe(precision), number_format(precision).is_native(capability(device))

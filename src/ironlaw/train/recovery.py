@@ -127,22 +127,25 @@ class Recovery:
         if not all(map(_is_decision, self.decisions)):
             raise UserError("events.jsonl has a rollback of no steps: remove that line, or give a new --out")
         self.history: list[MeasuredStep] = []
+        self._in_spike = False
 
     def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
         """Set the history to the latest metrics, at the start or after a rollback."""
         self.history = [MeasuredStep.of(entry) for entry in metrics][-self._reach :]
+        self._in_spike = False
 
     @property
     def _reach(self) -> int:
         return self.config.window + 2 * self.config.patience
 
     def observe(self, step: int, loss: float, grad_norm: float) -> Spike | None:
-        """Add a step to the history. Returns a Spike if the run is in one."""
+        """Add a step to the history. Returns a Spike if one has begun."""
         self.history.append(MeasuredStep(step, loss, grad_norm))
         del self.history[: -self._reach]
-        if self.config.enabled or not math.isfinite(loss + grad_norm):
-            return find_spike(self.history, self.config)
-        return None
+        watched = self.config.enabled or not math.isfinite(loss + grad_norm)
+        spike, known = find_spike(self.history, self.config) if watched else None, self._in_spike
+        self._in_spike = spike is not None
+        return None if known else spike
 
     def usable(self, step: int, decisions: int) -> bool:
         """Whether a checkpoint of `step`, made after `decisions` rollbacks, was not undone by a later rollback."""
@@ -209,25 +212,31 @@ def respond(
     if not recovery.config.enabled:
         raise UserError(f"{spike.reason} in step {spike.last_step}: {_MILDER}, or allow recovery.enabled")
     record, target = _choose(spike, recovery, folder)
-    if record["event"] == "stop":
-        # A resumed run must not start from a checkpoint within the spike.
-        record["to_step"] = spike.first_step - 1 if record["to_step"] is None else record["to_step"]
-        _write(event, record)
-        recovery.decisions.append(record)
-        drop_after(folder, record["to_step"])
-        raise UserError(_report(recovery, record))
-    if target is None:
+    stops = record["event"] == "stop"
+    if stops and record["to_step"] is None:
+        record["to_step"] = spike.first_step - 1  # a resumed run must not start from a checkpoint within the spike
+    if target is None and not stops:
         if not math.isfinite(recovery.history[-1].loss + recovery.history[-1].grad_norm):
             raise UserError(
                 f"{spike.reason} in step {spike.last_step}, and there is no checkpoint before it to go back to: "
                 f"{_MILDER}"
             )
-        _write(event, record | {"event": "spike"})
+        record["event"] = "spike"
+    try:
+        event(**record)
+    except OSError as error:
+        raise UserError(
+            f"a loss spike, and its event cannot be written ({error.strerror}): free some space and run again with "
+            "--resume"
+        ) from None
+    if record["event"] == "spike":
         say(f"loss spike in step {spike.first_step} ({spike.reason}); no checkpoint before it, training goes on")
         return None
-    _write(event, record)
     recovery.decisions.append(record)
-    drop_after(folder, target.step)
+    drop_after(folder, record["to_step"])
+    if stops:
+        raise UserError(_report(recovery, record))
+    assert target is not None
     first, end = record["skipped_batches"]
     say(
         f"loss spike in step {spike.first_step} ({spike.reason}): back to step {target.step}, leaving out batches "
@@ -261,16 +270,6 @@ def drop_after(folder: Path, step: int) -> None:
     for path in disk.complete(folder):
         if disk.step_of(path) > step:
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _write(event: Callable[..., None], record: dict[str, Any]) -> None:
-    try:
-        event(**record)
-    except OSError as error:
-        raise UserError(
-            f"a loss spike, and its event cannot be written ({error.strerror}): free some space and run again with "
-            "--resume"
-        ) from None
 
 
 def _report(recovery: Recovery, stop: dict[str, Any]) -> str:

@@ -147,6 +147,11 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
     if adapted:
         load_adapted(checkpoint, model, config)
     average = WeightAverage(model, 0.0, by_name=sharded)
+    if checkpoint.index.get("store") == QuantizedFiles.name:
+        raise UserError(
+            f"{checkpoint.path} is compressed and holds no averaged weights: export the run that was compressed with "
+            "--average, and compress that directory"
+        )
     if load(checkpoint, model, config, {average.name: average}):
         raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
     average.exchange()
@@ -196,4 +201,7 @@ def load_trained(path: Path, needs_text: bool = True) -> Trained:
     check_weights(path, config)
     model = Transformer(config)
     load_weights(path, model, config)
-    return Trained(model.eval(), tokenizers.load(path) if needs_text or has_tokenizer(path) else None)
+    tokenizer = tokenizers.load(path) if needs_text or has_tokenizer(path) else None
+    if tokenizer is not None:
+        tokenizer.check_ends(config.vocab)
+    return Trained(model.eval(), tokenizer)

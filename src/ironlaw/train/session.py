@@ -79,6 +79,8 @@ def run_training(
     say = say or (lambda message: None)
     mesh.on_rank_0(lambda: check_installed(config.tracking))
     run = mesh.on_rank_0(lambda: find_run(out, config, resume))
+    for line in config.unused_keys():
+        say(line)
     with contextlib.ExitStack() as held:
         lock = lambda: held.enter_context(locked(run.path))  # noqa: E731
         there = mesh.on_rank_0(run.path.is_dir)

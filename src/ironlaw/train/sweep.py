@@ -16,7 +16,7 @@ from ironlaw.catalog.formats import METHODS, Method, number_format, read_target,
 from ironlaw.errors import UserError
 from ironlaw.machine.profile import load_profile
 from ironlaw.numerics.compression import check_method
-from ironlaw.numerics.quantized_linear import KERNELS
+from ironlaw.numerics.quantized_linear import KERNEL_FORMATS
 from ironlaw.train.compression import MakeDecoder, measure_compression, open_source
 
 Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether embedding and output layer are included
@@ -25,7 +25,7 @@ Candidate = tuple[str, Method, bool]  # format as for `--to`, method, whether em
 def candidates() -> list[Candidate]:
     """Return the candidates, with fast kernels and fast methods first. Formats with equal stored weights, which differ
     only in how training finds scales, are represented by the first one of the table."""
-    fast = list(dict.fromkeys(kernel.format for kernel in KERNELS))
+    fast = list(KERNEL_FORMATS)
     apart = {number_format(name).of_weights: name for name in reversed(weight_formats())}.values()
     formats = [*fast, *(name for name in apart if name not in fast)]
     plain: list[Candidate] = [(name, "rtn", False) for name in formats]
@@ -51,7 +51,7 @@ def sweep_formats(
     turns with it), `bytes_read` per token, `kernels`, `frontier`.
 
     A candidate starts only if the longest run of its method so far fits in the remaining time; `left_out` lists the
-    others. Raises UserError as `compress_run` does.
+    others. An interruption ends the sweep; `interrupted` is then true. Raises UserError as `compress_run` does.
     """
     began = time.monotonic()
     source = open_source(path, data, say, lambda model: None)
@@ -59,6 +59,7 @@ def sweep_formats(
     points: list[dict[str, Any]] = []
     left_out: list[str] = []
     longest: dict[Method, float] = {}
+    interrupted = False
     for to, method, whole in candidates():
         target, started = read_target(to), time.monotonic()
         try:
@@ -69,7 +70,13 @@ def sweep_formats(
             left_out.append(_name(to, method, whole))
             continue
         say(f"{len(points) + 1}: {_name(to, method, whole)}")
-        result = measure_compression(source, target, before, decoder, method, whole=whole)[0]
+        try:
+            result = measure_compression(source, target, before, decoder, method, whole=whole)[0]
+        except KeyboardInterrupt:
+            if not points:
+                raise
+            interrupted = True
+            break
         points.append({
             "name": _name(to, method, whole), "to": to, "method": method, "whole": whole, "bytes": result.bytes_after,
             "loss": result.loss_after if result.loss_served is None else result.loss_served,
@@ -91,7 +98,7 @@ def sweep_formats(
         "schema": 1, "source": str(path), "held_out_tokens": result.held_out_tokens, "points": points,
         "left_out": left_out, "seconds": time.monotonic() - began,
         "read_bytes_per_second": _read_rate(),
-    }  # fmt: skip
+    } | ({"interrupted": True} if interrupted else {})  # fmt: skip
 
 
 def _name(to: str, method: str, whole: bool) -> str:

@@ -212,7 +212,7 @@ def attention_saved_bytes(shape: Shape) -> Size:
     """Return the bytes that attention saves: in a flash kernel, the output and a log-sum-exp per query (2205.14135).
 
     Composed: scaled query and key, and the value, each with all heads; for every score the softmax, its dropout noise
-    and their product; and the output, copied to (B, S, A, D). `model/scores.py`: the same copies; for every score the
+    and their product; and the output, copied to (B, S, A, D). `model/masks.py`: the same copies; for every score the
     cap's saved tensor, the softmax, and its cast copy for the second product, if any.
     """
     model = shape.model

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.model.huggingface.spec import Fields, get, has
+from ironlaw.model.huggingface.spec import Fields, lookup
 from ironlaw.model.yarn import is_yarn
 
 ACTIVATIONS = {
@@ -68,16 +68,16 @@ class Rope:
             _check_kinds(newer, table)
         if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
             table = dict(self.scaling or {})
-        theta = table.get("rope_theta") or (has(fields, self.theta_key) and get(fields, self.theta_key)) or self.theta
+        theta = table.get("rope_theta") or lookup(fields, self.theta_key) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
         if "rope_theta" not in table:
-            _agree(fields, "rope_theta", theta, self.theta_key)
+            _check_same(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
         if table.get("short_factor") is not None:
             found |= {"rope_short": tuple(table["short_factor"]), "rope_long": tuple(table["long_factor"])}
-        found |= {"rotary_size": self._turned(table, fields, values)}
+        found |= {"rotary_size": self._rotary_size(table, fields, values)}
         if self.by_kind and values.get("sliding_window") is not None:
             local = (newer.get("sliding_attention") or {}).get("rope_theta")
             if local is None and self.local_key is None and self.local_theta not in (None, theta):
@@ -87,11 +87,11 @@ class Rope:
             found["rope_theta_local"] = float(local) if scaling or float(local) != float(theta) else None
         return found
 
-    def _turned(self, table: Fields, fields: Fields, values: Fields) -> int | None:
+    def _rotary_size(self, table: Fields, fields: Fields, values: Fields) -> int | None:
         given = (table.get("partial_rotary_factor"), fields.get(self.share_key), self.share, 1.0)
         share = next(share for share in given if share is not None)
         if "partial_rotary_factor" not in table and self.share_key not in fields:
-            _agree(fields, "partial_rotary_factor", share, self.share_key)
+            _check_same(fields, "partial_rotary_factor", share, self.share_key)
         if self.share is None and share != 1.0:
             raise UserError(f"partial_rotary_factor = {share} is not supported: the family turns whole heads")
         size = values.get("head_size") or values["hidden"] // values["heads"]
@@ -107,7 +107,7 @@ class Rope:
         scaling, theta = written_scaling(view), view["rope_theta"]
         table = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
         found: dict[str, Any] = {"rope_theta": theta, self.theta_key: theta, "rope_scaling": scaling}
-        if scaling and scaling["rope_type"] == "longrope" and self._follows(view):
+        if scaling and scaling["rope_type"] == "longrope" and self._factor_follows_context(view):
             # Version 4 requires exactly these three keys in its table.
             names = ("short_factor", "long_factor")
             found["rope_scaling"] = {"type": "longrope"} | {name: scaling[name] for name in names}
@@ -131,7 +131,7 @@ class Rope:
         return found | {"rope_parameters": table}
 
     @staticmethod
-    def _follows(view: Fields) -> bool:
+    def _factor_follows_context(view: Fields) -> bool:
         """Whether LongRoPE's factor equals the ratio of the two context lengths."""
         scaling = view["rope_scaling"]
         return "attention_factor" not in scaling and scaling["factor"] == view["context"] / scaling["original_context"]
@@ -149,7 +149,7 @@ def _check_kinds(newer: Fields, table: Fields) -> None:
         raise UserError(f"rope_scaling's type = '{table['type']}' is not read by transformers here: write rope_type")
 
 
-def _agree(fields: Fields, key: str, value: float, own: str) -> None:
+def _check_same(fields: Fields, key: str, value: float, own: str) -> None:
     if fields.get(key) is not None and float(fields[key]) != float(value):
         raise UserError(f"{key} = {fields[key]} stands where transformers reads {own} (here {value}): write that key")
 
@@ -223,7 +223,7 @@ class Windows:
         if kinds is not None and (self.kinds or "full_attention" in kinds):
             if not self.kinds:
                 raise UserError("layer_types is not supported: all layers of the family have the window")
-            return _places([kind == "full_attention" for kind in kinds][:layers])
+            return _full_attention_places([kind == "full_attention" for kind in kinds][:layers])
         if self.first_key:
             first = fields.get(self.first_key, 28)
             return {"full_first": first} if first < layers else None
@@ -244,7 +244,7 @@ class Windows:
         return found | ({self.switch: window is not None} if self.switch else {})
 
 
-def _places(full: list[bool]) -> dict[str, Any] | None:
+def _full_attention_places(full: list[bool]) -> dict[str, Any] | None:
     layers = len(full)
     if all(full):
         return None
@@ -272,7 +272,7 @@ class Alternating:
             raise UserError(f"attention_types has {len(kinds)} layers, num_layers is {values['layers']}")
         if fields.get("attention_layers") not in (None, kinds):
             raise UserError("attention_layers is not what attention_types says: make them the same")
-        placed = _places([kind == "global" for kind in kinds])
+        placed = _full_attention_places([kind == "global" for kind in kinds])
         return {} if placed is None else {"sliding_window": fields.get("window_size", 256), **placed}
 
     def write(self, view: Fields) -> dict[str, Any]:
@@ -373,7 +373,7 @@ class Multiple:
     name = "ffn"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        return {"ffn": (get(fields, self.key) if has(fields, self.key) else self.default) * values["hidden"]}
+        return {"ffn": lookup(fields, self.key, self.default) * values["hidden"]}
 
     def write(self, view: Fields) -> dict[str, Any]:
         return {self.key: view["ffn"] // view["hidden"]}

@@ -48,11 +48,11 @@ class Key:
     write_as: Callable[[Any], Any] = _same
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
-        given = {key: get(fields, key) for key in (self.theirs, *self.also, *self.beside) if has(fields, key)}
-        stated = {key: value for key, value in given.items() if value is not None}
+        given = {key: lookup(fields, key, REQUIRED) for key in (self.theirs, *self.also, *self.beside)}
+        stated = {key: value for key, value in given.items() if value not in (None, REQUIRED)}
         if len({repr(value) for value in stated.values()}) > 1:
             raise UserError(" and ".join(f"{key} = {value}" for key, value in stated.items()) + " have to be the same")
-        found = next((given[key] for key in (self.theirs, *self.also) if key in given), self.default)
+        found = next((given[key] for key in (self.theirs, *self.also) if given[key] is not REQUIRED), self.default)
         if found is REQUIRED:
             raise KeyError(self.theirs)
         return {self.name: None if found is None else self.read_as(found)}
@@ -62,14 +62,14 @@ class Key:
         return dict.fromkeys((self.theirs, *self.also, *self.beside), None if value is None else self.write_as(value))
 
 
-def has(fields: Fields, key: str) -> bool:
-    table, _, rest = key.partition(".")
-    return has(fields.get(table) or {}, rest) if rest else table in fields
-
-
-def get(fields: Fields, key: str) -> Any:
-    table, _, rest = key.partition(".")
-    return get(fields[table], rest) if rest else fields[table]
+def lookup(fields: Fields, key: str, default: Any = None) -> Any:
+    """Return the value of a key, which may be dotted, or `default` if the file does not have it."""
+    found: Any = fields
+    for part in key.split("."):
+        if part not in (found or {}):
+            return default
+        found = found[part]
+    return found
 
 
 def nested(flat: Fields) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class Family:
 
     def read(self, fields: Fields, name: str = "custom") -> ModelConfig:
         for key, value in {"is_causal": True, **self.only}.items():
-            found = get(fields, key) if has(fields, key) else value
+            found = lookup(fields, key, value)
             if found != value and (found or value):
                 raise UserError(f"{key} = {found} is not supported: {value} is")
         if "windows" not in self.parts and "sliding_attention" in (fields.get("layer_types") or ()):

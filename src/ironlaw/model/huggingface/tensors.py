@@ -161,7 +161,7 @@ def _latent(config: ModelConfig, latent: LatentConfig) -> Iterator[Entry]:
 
     def turned(start: int, plain: int) -> Iterator[int]:
         yield from range(start, start + plain)
-        yield from (start + plain + row for row in _halves(latent.rotary_size))
+        yield from (start + plain + row for row in _rotary_halves(latent.rotary_size))
 
     heads = range(0, config.query_size, latent.head_size)
     query = tuple(row for start in heads for row in turned(start, latent.plain_size))
@@ -214,7 +214,7 @@ def _norms(config: ModelConfig) -> list[str]:
     return ["attention_norm"] if config.parallel_norms == 1 else ["attention_norm", "ffn_norm"]
 
 
-def _halves(turned: int) -> tuple[int, ...]:
+def _rotary_halves(turned: int) -> tuple[int, ...]:
     """Return the order that puts the first elements of neighbouring pairs before the second ones."""
     return (*range(0, turned, 2), *range(1, turned, 2))
 
@@ -238,4 +238,6 @@ def _order(config: ModelConfig, names: Names) -> tuple[int, ...]:
 def _neighbours(config: ModelConfig, width: int) -> tuple[int, ...]:
     """Return the row order of heads with rotated neighbours and a total `width`, or of their norms' weights."""
     size, turned = config.size_of_head, config.size_of_rotary
-    return tuple(start + row for start in range(0, width, size) for row in (*_halves(turned), *range(turned, size)))
+    return tuple(
+        start + row for start in range(0, width, size) for row in (*_rotary_halves(turned), *range(turned, size))
+    )

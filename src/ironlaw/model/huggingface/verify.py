@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from ironlaw.model.transformer import Transformer
 
 # Relative to the largest logit. Two fp32 implementations agree to about 1e-6; bf16 rounds products to 2^-9 of it.
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 0.02}
-TOKENS, MOST_TOKENS = 256, 2048
+MIN_TOKENS, MAX_TOKENS = 256, 2048
 _IN = {torch.float32: "", torch.bfloat16: " in bf16"}
 
 
@@ -76,34 +74,15 @@ def verify(
     needed, free = 4 * model.config.parameters, psutil.virtual_memory().available
     if needed > 0.8 * free:
         return Verified(reason=f"a second copy takes {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} are free")
-    with quiet():
-        return _compare(folder, model, dtype, library, computes)
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress log messages of libraries, such as warnings about kernels that cannot be loaded."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _compare(
-    folder: Path, model: Transformer, dtype: torch.dtype, library: str | None, computes: torch.dtype
-) -> Verified:
     import transformers
 
-    version = f"transformers {transformers.__version__}"
-    config = model.config
-    if not _knows(folder):
-        return Verified(reason=f"{version} does not know the architecture")
-    length = min(config.context, max(TOKENS, min(MOST_TOKENS, (config.sliding_window or 0) + TOKENS)))
+    version, config = f"transformers {transformers.__version__}", model.config
+    length = min(config.context, max(MIN_TOKENS, min(MAX_TOKENS, (config.sliding_window or 0) + MIN_TOKENS)))
     tokens = torch.randint(0, config.vocab, (1, length), generator=torch.Generator().manual_seed(0))
     # bitsandbytes casts by itself, and cannot add 16-bit biases on a CPU.
     loaded = torch.float32 if library == "bitsandbytes" else computes
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of libraries, such as those about kernels that cannot be loaded
     transformers.utils.logging.disable_progress_bar()
     try:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -112,9 +91,12 @@ def _compare(
         with torch.no_grad():
             other = theirs(tokens).logits.float()
     except Exception as error:  # any mismatch
+        if "does not recognize" in str(error):
+            return Verified(reason=f"{version} does not know the architecture")
         return Verified(version, problem=f"{version} cannot read it: {' '.join(str(error).split())[:200]}")
     finally:
         transformers.utils.logging.enable_progress_bar()
+        logging.disable(before)
     state = model.state_dict()
     with torch.no_grad():
         for entry in entries(config, names_of(folder, config)):
@@ -126,13 +108,3 @@ def _compare(
                 rounding = float((model(tokens).float() - ours).abs().max())
     difference, largest = float((ours - other).abs().max()), float(ours.abs().max())
     return Verified(version, difference, largest, length, computes=computes, rounding=rounding)
-
-
-def _knows(folder: Path) -> bool:
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(folder, local_files_only=True)
-    except ValueError as error:
-        return "does not recognize" not in str(error)
-    return True

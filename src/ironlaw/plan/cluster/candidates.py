@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,11 @@ class Candidates:
             for name, values in function(few.take(index)).items():
                 found.setdefault(name, np.zeros(len(few)))[index] = values
         return {name: values[sort] for name, values in found.items()}
+
+    @cached_property
+    def layers_of_stages(self) -> dict[str, Any]:
+        """The results of `stage_layers` by partition, each computed once."""
+        return {}
 
     @property
     def accumulation(self) -> Array:

@@ -26,7 +26,7 @@ from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.layout_table import code
-from ironlaw.plan.cluster.stages import StageLayers
+from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.latent import gathered_share
@@ -193,9 +193,10 @@ class SharedState:
     inside: Array  # neighbouring replicas that share an island
 
 
-def shared_states(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> list[SharedState]:
+def shared_states(candidates: Candidates, system: ClusterSystem) -> list[SharedState]:
     """Return a rank's parameters: the dense ones, and separately the experts', with fewer replicas by the factor ep."""
     c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
+    layers = stage_layers(c, system.engine.partition)
     ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
     held, layer = layers.largest_parameters, c.local_block_parameters + ends / model.layers
     # Gradients are averaged over context parallel ranks too.

@@ -1,7 +1,7 @@
 """The plan of one layout on a cluster, as a ledger.
 
-    asked = ClusterStep(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"), 8192, global_batch=64)
-    plan = plan_cluster(asked, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
+    request = ClusterRequest(ModelConfig.named("llama3-8b"), parse_cluster("8xh100-sxm-80gb"), 8192, global_batch=64)
+    plan = plan_cluster(request, parse_layout("dp=8 zero=3 micro_batch=2 recompute=selective"))
     plan.fits, plan.step_seconds, plan.ledger
 
 The seconds of a line are those of one accelerator on the busiest pipeline stage; they add up to the step. The FLOPs are
@@ -31,7 +31,6 @@ from ironlaw.plan.cluster.intervals import distance, interval_factors
 from ironlaw.plan.cluster.layout_table import Table
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
-from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import (
     StepCosts,
     operation_costs,
@@ -58,8 +57,8 @@ DEFAULT_ENGINE = "nemo"
 
 
 @dataclass(frozen=True)
-class ClusterStep:
-    """A training step on a cluster, without its layout."""
+class ClusterRequest:
+    """A request to plan training steps on a cluster, in `layout` or, where it is None, in the best layout."""
 
     model: ModelConfig
     cluster: Cluster
@@ -72,6 +71,10 @@ class ClusterStep:
     config: RunConfig | None = None  # the run's config, where there is one
     recipe: tuple[StepBatch, Recipe] | None = None  # decisions already made for our own trainer's run
     excluded: Callable[[Layout], str | None] | None = None  # returns why a search must skip a layout, or None
+    steps: int = 1
+    assumed: Sequence[Assumption] = ()
+    prices: Prices = field(default_factory=Prices)
+    layout: Layout | None = None
 
     @cached_property
     def system(self) -> ClusterSystem:
@@ -96,27 +99,16 @@ class ClusterStep:
     def flashes(self) -> bool:
         return self.flash and self.cluster.accelerator.has_flash
 
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequence * self.global_batch
+
     def candidates(self, layouts: Iterable[Layout] | Table) -> Candidates:
         recipe = self.system.engine.recipe(self.precision)
         return candidates_of(
             self.model, layouts, sequence=self.sequence, global_batch=self.global_batch, flash=self.flashes,
             narrow=None if recipe is None else recipe.blocks(self.model.layers),
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ClusterRequest(ClusterStep):
-    """A request to plan `layout`, or to search for the best layout where it is None."""
-
-    engine: str = DEFAULT_ENGINE
-    steps: int = 1
-    assumed: Sequence[Assumption] = ()
-    prices: Prices = field(default_factory=Prices)
-    layout: Layout | None = None
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.sequence * self.global_batch
 
 
 @dataclass(frozen=True)
@@ -161,62 +153,61 @@ class ClusterPlan:
 
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Plan step seconds and peak bytes of many candidates on one system: the fast path of search."""
-    layers = stage_layers(candidates, where.engine.partition)
-    costs = step_costs(candidates, where, layers)
-    times = assemble(costs, candidates, where.engine, layers)
-    peak = peak_memory(candidates, where.engine, layers)
+    costs = step_costs(candidates, where)
+    times = assemble(costs, candidates, where.engine)
+    peak = peak_memory(candidates, where.engine)
     seconds = under_pressure(times.step_seconds, peak.total, where)
-    offloaded = (
-        host_bytes(candidates, where.engine, layers) if (candidates.offload > 0).any() else np.zeros(len(candidates))
-    )
+    offloaded = host_bytes(candidates, where.engine) if (candidates.offload > 0).any() else np.zeros(len(candidates))
     host = where.host.memory_bytes if where.host else 0.0
     return PlannedCandidates(seconds, peak, times, costs, usable_bytes(where), offloaded, host)
 
 
-def plan_cluster(asked: ClusterStep, layout: Layout) -> ClusterPlan:
+def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
     """Plan one training step. Raises UserError if the layout cannot run or the catalogue lacks a figure.
 
     The memory of our own trainer comes from its program, walked pass by pass.
     """
-    model, where, settled, decided = asked.model, asked.system, "", tuple[Policy, ...]()
-    layout.check(model, sequence=asked.sequence, global_batch=asked.global_batch, accelerators=asked.cluster.count)
+    model, where, settled, decided = request.model, request.system, "", tuple[Policy, ...]()
+    layout.check(
+        model, sequence=request.sequence, global_batch=request.global_batch, accelerators=request.cluster.count
+    )
     if layout.cp > 1 and layout.cp_kind is None:
-        layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, asked.sequence))
+        layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, request.sequence))
     run = None
     if not where.engine.fused:
-        if reason := not_trained_here(layout, model, asked.precision, asked.optimizer):
+        if reason := not_trained_here(layout, model, request.precision, request.optimizer):
             raise UserError(f"layout '{layout}': {reason}")
-        run = batch, recipe = asked.run(layout)
+        run = batch, recipe = request.run(layout)
         if layout.recompute.mode == "budget":
-            run = batch, recipe = batch, _within_budget(asked, layout, batch, recipe)
+            run = batch, recipe = batch, _within_budget(request, layout, batch, recipe)
             again = sum(policy is not None for policy in recipe.recompute)
             settled = f"{again} of {model.layers} blocks recompute within a budget of {layout.recompute.budget}"
         if layout.recompute.mode in ("budget", "selective"):
             decided = recipe.recompute or (None,) * model.layers
     elif layout.recompute.mode == "budget":
-        layout, settled = _fastest_word(asked, layout)
-    candidates = replace(asked.candidates([layout]), decided=decided)
+        layout, settled = _fastest_word(request, layout)
+    candidates = replace(request.candidates([layout]), decided=decided)
     if layout.offload != "none":
-        check_host(asked.cluster, where)
+        check_host(request.cluster, where)
     outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
     peak_at = _peak_at(candidates, where, outcome)
     if run is not None:
-        outcome, memory, peak_at = _walked(asked, layout.filled(asked.global_batch), outcome, *run)
+        outcome, memory, peak_at = _walked(request, layout.filled(request.global_batch), outcome, *run)
     ledger = Ledger("plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where))
-    ledger.totals = _totals(asked, candidates, outcome, peak_at)
-    ledger.facts = _facts(asked, layout, outcome)
+    ledger.totals = _totals(request, candidates, outcome, peak_at)
+    ledger.facts = _facts(request, layout, outcome)
     ledger.facts["peak_at"] = peak_at
     ledger.facts["products"] = _products(candidates, where)
     if run is not None:
-        ledger.decisions = Decisions(asked.precision, recipe.loss_chunk, recipe.recompute)
+        ledger.decisions = Decisions(request.precision, recipe.loss_chunk, recipe.recompute)
     if settled:
         ledger.facts["recompute_choice"] = settled
     return ClusterPlan(ledger, layout, outcome, settled)
 
 
-def _within_budget(asked: ClusterStep, layout: Layout, batch: StepBatch, recipe: Recipe) -> Recipe:
+def _within_budget(request: ClusterRequest, layout: Layout, batch: StepBatch, recipe: Recipe) -> Recipe:
     """Return our trainer's recipe within the layout's budget, chosen by the seconds of operations on this system."""
-    where, candidates = asked.system, asked.candidates([layout])
+    where, candidates = request.system, request.candidates([layout])
     shape, factors = candidates.shape(where.engine), part_factors(candidates.flash, where.engine)
 
     def seconds(op: Operation) -> float:
@@ -225,18 +216,18 @@ def _within_budget(asked: ClusterStep, layout: Layout, batch: StepBatch, recipe:
         return sum(factors[part] * float(np.sum(streamed if of is None else of)) for part, of in found)
 
     budget, limit = layout.recompute.budget_bytes, usable_bytes(where)
-    return within_budget(asked.model, batch, layout.filled(asked.global_batch), recipe, budget, seconds, limit)
+    return within_budget(request.model, batch, layout.filled(request.global_batch), recipe, budget, seconds, limit)
 
 
 def _walked(
-    asked: ClusterStep, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
+    request: ClusterRequest, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
     """Return our trainer's outcome with its program's memory on the fullest rank, memory lines and peak's place."""
-    position, highest, program = highest_peak(asked.model, batch, layout, recipe)
+    position, highest, program = highest_peak(request.model, batch, layout, recipe)
     notes = {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
     peak = replace(outcome.peak, total=total, stage=np.array([position]))
-    seconds = under_pressure(outcome.times.step_seconds, total, asked.system)
+    seconds = under_pressure(outcome.times.step_seconds, total, request.system)
     return replace(outcome, peak=peak, step_seconds=seconds), highest.lines(notes), f"stage {position}, {highest.where}"
 
 
@@ -257,15 +248,15 @@ def check_host(cluster: Cluster, where: ClusterSystem) -> None:
         )
 
 
-def _fastest_word(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
+def _fastest_word(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:
     """Return the layout with the fastest recomputation mode within its budget, for software with fixed modes only.
 
     Also return a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
     """
     budget = layout.recompute.budget_bytes
-    words = ["none", "selective", *(f"every:{k}" for k in range(asked.model.layers, 1, -1)), "full"]
+    words = ["none", "selective", *(f"every:{k}" for k in range(request.model.layers, 1, -1)), "full"]
     choices = [replace(layout, recompute=Recompute.parse(word)) for word in words]
-    outcome = plan_candidates(asked.candidates(choices), asked.system)
+    outcome = plan_candidates(request.candidates(choices), request.system)
     peaks, seconds, path = outcome.peak.total, outcome.step_seconds, list[int]()
     for index in map(int, np.argsort(seconds, kind="stable")):
         if not path or peaks[index] < peaks[path[-1]]:
@@ -282,22 +273,22 @@ def _fastest_word(asked: ClusterStep, layout: Layout) -> tuple[Layout, str]:
     return choices[best], says
 
 
-def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> dict[str, Any]:
-    where = asked.system
+def _facts(request: ClusterRequest, layout: Layout, outcome: PlannedCandidates) -> dict[str, Any]:
+    where = request.system
     return {
-        "model": asked.model.model_dump(mode="json", exclude_none=True),
-        "cluster": str(asked.cluster),
-        "layout": str(layout.filled(asked.global_batch)),
-        "sequence": asked.sequence,
-        "global_batch": asked.global_batch,
+        "model": request.model.model_dump(mode="json", exclude_none=True),
+        "cluster": str(request.cluster),
+        "layout": str(layout.filled(request.global_batch)),
+        "sequence": request.sequence,
+        "global_batch": request.global_batch,
         "precision": where.precision,
-        "attention": "flash" if asked.flashes else "standard",
+        "attention": "flash" if request.flashes else "standard",
         "optimizer": where.update.name,
         "host_bytes": float(outcome.host_bytes[0]) or None,
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "low_precision": where.engine.storage.description or None,
-        "low_precision_products": _few_bits(asked, where) if number_format(where.precision).narrow else None,
+        "low_precision_products": _few_bits(request, where) if number_format(where.precision).narrow else None,
         "context_parallel": DESCRIPTIONS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "peak_stage": int(outcome.peak.stage[0]),
@@ -305,9 +296,9 @@ def _facts(asked: ClusterStep, layout: Layout, outcome: PlannedCandidates) -> di
     }
 
 
-def _few_bits(asked: ClusterStep, where: ClusterSystem) -> str:
+def _few_bits(request: ClusterRequest, where: ClusterSystem) -> str:
     """Describe which blocks multiply in 8 bits or fewer, and as whose kernels they are timed."""
-    recipe, layers = where.engine.recipe(where.precision), asked.model.layers
+    recipe, layers = where.engine.recipe(where.precision), request.model.layers
     blocks = where.engine.narrow_blocks or "all blocks, as is assumed"
     if recipe is not None:
         blocks = f"the first {recipe.blocks(layers)} of {layers} blocks"
@@ -347,34 +338,34 @@ def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandi
 
 
 def _totals(
-    asked: ClusterStep, candidates: Candidates, outcome: PlannedCandidates, peak_at: str
+    request: ClusterRequest, candidates: Candidates, outcome: PlannedCandidates, peak_at: str
 ) -> dict[str, Estimate]:
-    model, where, tokens = asked.model, asked.system, asked.sequence * asked.global_batch
+    model, where, tokens = request.model, request.system, request.tokens_per_step
     seconds, peak_bytes = float(outcome.step_seconds[0]), float(outcome.peak.total[0])
     flops = round(float(candidates.model_flops()[0]))
     basis = (
         "compute of the busiest stage x micro-batches + bubble + exposed communication + optimizer + host, "
-        f"engine {where.engine.name}; interval of runs left out of the fit: {distance('time', *asked.compared)}"
+        f"engine {where.engine.name}; interval of runs left out of the fit: {distance('time', *request.compared)}"
     )
-    step = bounded(seconds, "time", asked, basis)
-    peak_flops = where.hardware.peak(where.precision) * asked.cluster.count
+    step = bounded(seconds, "time", request, basis)
+    peak_flops = where.hardware.peak(where.precision) * request.cluster.count
     exact = Origin.CALCULATED
     return {
         "step_seconds": step,
-        "peak_bytes": bounded(peak_bytes, "memory", asked, f"sum of the memory lines, on {peak_at}"),
+        "peak_bytes": bounded(peak_bytes, "memory", request, f"sum of the memory lines, on {peak_at}"),
         "parameters": Estimate(model.parameters, exact, "every weight of the model config"),
         "flops_per_step": Estimate(flops, exact, "matrix products, a causal score counted once, no recomputation"),
         "tokens_per_second": step.rate(tokens, f"{tokens:,} tokens per step over step time"),
         "mfu": step.rate(
             flops / peak_flops,
-            f"model FLOPs, causal attention halved, over dense {where.precision} peak x {asked.cluster.count:,}",
+            f"model FLOPs, causal attention halved, over dense {where.precision} peak x {request.cluster.count:,}",
         ),
     }
 
 
-def bounded(value: float, quantity: str, asked: ClusterStep, basis: str) -> Estimate:
+def bounded(value: float, quantity: str, request: ClusterRequest, basis: str) -> Estimate:
     """Return a planned value with its interval; `quantity`: "time" or "memory"."""
-    low, high = interval_factors(quantity, *asked.compared)
+    low, high = interval_factors(quantity, *request.compared)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 
 

@@ -29,7 +29,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.files import read_toml
 from ironlaw.plan.cluster.system import matmul_is_assumed
 from ironlaw.plan.engines.engine import TrainingEngine
-from ironlaw.plan.engines.named import GENERIC, engine, engines
+from ironlaw.plan.engines.named import GENERIC, engines
 
 _FILE = Path(__file__).parent / "interval_factors.toml"
 
@@ -141,13 +141,14 @@ DEFAULT_ON = {"ampere": "composer-fsdp", "cdna3": "torchtitan-2025"}
 """Default engines on generations where the usual default engine was never checked but another was."""
 
 
-def evidence(name: str, generation: str) -> dict[str, Any]:
+def evidence(engine: TrainingEngine, generation: str) -> dict[str, Any]:
     """Describe an engine for an answer: its source, and its own and other engines' checked runs on this generation."""
-    others = {other: runs[generation] for other, runs in checked_runs().items() if generation in runs and other != name}
+    there = {name: runs[generation] for name, runs in checked_runs().items() if generation in runs}
+    own = there.pop(engine.name, 0)
     return {
-        "name": name,
-        "source": engine(name).source,
+        "name": engine.name,
+        "source": engine.source,
         "generation": generation,
-        "checked_runs": checked_runs().get(name, {}).get(generation, 0),
-        "checked_there": dict(sorted(others.items(), key=lambda item: -item[1])),
+        "checked_runs": own,
+        "checked_there": dict(sorted(there.items(), key=lambda item: -item[1])),
     }

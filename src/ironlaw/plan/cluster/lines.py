@@ -28,6 +28,7 @@ from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, update_operations
 from ironlaw.workload.program import training_operations
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
+from ironlaw.workload.sizes import Size
 
 BOUND = {"matmul": "compute", "attention": "compute"}
 """What bounds the time of a part; memory bounds all other parts."""
@@ -41,121 +42,118 @@ def step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, 
 
 
 def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> Iterator[Line]:
-    def line(phase: Phase, kind: Kind, name: str, seconds: float, bound: str | None, count: int = 0) -> Line:
-        return Line(phase, kind, name, count or None, seconds=seconds, bound=bound)
+    def line(phase: Phase, kind: Kind, name: str, seconds: Size, bound: str | None, count: Size = 0) -> Line:
+        return Line(phase, kind, name, round(_at(count)) or None, seconds=_at(seconds), bound=bound)
 
-    repeats = _at(times.busiest_layers) * _at(candidates.accumulation)
+    repeats = times.busiest_layers * candidates.accumulation
     for cost, seconds in block_seconds(candidates, system, costs):
-        op, bound, count = cost.operation, BOUND.get(cost.part, "memory"), round(repeats * float(cost.share))
+        op, bound = cost.operation, BOUND.get(cost.part, "memory")
+        count = round(_at(repeats * cost.share))
         yield line(op.phase, op.kind, op.name, repeats * seconds, bound, count)
         again = _times_again(cost, candidates)
         if again:
             name = op.name + RECOMPUTED_SUFFIX
-            yield line(Phase.BACKWARD, op.kind, name, repeats * again * seconds, bound, round(count * again))
-    share = _at(accumulated_share(candidates, system.engine))
+            yield line(Phase.BACKWARD, op.kind, name, repeats * again * seconds, bound, count * again)
+    share = accumulated_share(candidates, system.engine)
     if share:
-        accumulated = repeats * share * _at(costs.accumulate)
-        yield line(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", round(repeats))
+        accumulated = repeats * share * costs.accumulate
+        yield line(Phase.BACKWARD, Kind.ELEMENTWISE, "accumulate", accumulated, "memory", repeats)
     for op, seconds, bound in _ends(candidates, system, times):
-        yield line(op.phase, op.kind, op.name, seconds, bound, round(_at(candidates.accumulation)))
+        yield line(op.phase, op.kind, op.name, seconds, bound, candidates.accumulation)
     forward_share = 1 / (1 + system.engine.host_backward_ratio)
-    for phase, share in ((Phase.FORWARD, forward_share), (Phase.BACKWARD, 1 - forward_share)):
-        yield line(phase, Kind.HOST, "dispatch", share * _at(times.host_excess), "overhead")
+    for phase, part in ((Phase.FORWARD, forward_share), (Phase.BACKWARD, 1 - forward_share)):
+        yield line(phase, Kind.HOST, "dispatch", part * times.host_excess, "overhead")
     for name, seconds in exposed_collectives(candidates, system, costs, times):
         yield line(Phase.COMMUNICATION, Kind.COLLECTIVE, name, seconds, "network")
-    if _at(times.offload_exposed) > 0:
-        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", _at(times.offload_exposed), "memory")
-    for name, share in update_shares(candidates.model, system.update.name):
-        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, name, share * _at(times.optimizer), "memory", 1)
-    yield line(Phase.HOST, Kind.HOST, "step", _at(times.host_step), "overhead", 1)
-    yield line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", _at(times.bubble), None)
+    if times.offload_exposed > 0:
+        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, "host_offload", times.offload_exposed, "memory")
+    for name, part in update_shares(candidates.model, system.update.name):
+        yield line(Phase.OPTIMIZER, Kind.OPTIMIZER, name, part * times.optimizer, "memory", 1)
+    yield line(Phase.HOST, Kind.HOST, "step", times.host_step, "overhead", 1)
+    yield line(Phase.IDLE, Kind.OTHER, "pipeline_bubble", times.bubble, None)
 
 
 def block_seconds(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts
-) -> Iterator[tuple[OperationCost, float]]:
+) -> Iterator[tuple[OperationCost, Size]]:
     """Yield every operation of a block with its seconds per micro-batch in a run, as the mean over all blocks."""
     factors = part_factors(candidates.flash, system.engine)
     found = list(operation_costs(candidates, system))
-    together = {key: _at(seconds) for key, seconds in costs.block.items()}
-    for cost, seconds in _timed(found, together, lambda cost: (cost.part, cost.operation.phase)):
+    for cost, seconds in _timed(found, costs.block, lambda cost: (cost.part, cost.operation.phase)):
         if seconds:
             yield cost, seconds * factors[cost.part]
 
 
 def _timed(
-    found: list[OperationCost], together: Mapping[Any, float], key: Callable[[OperationCost], Any]
-) -> Iterator[tuple[OperationCost, float]]:
+    found: list[OperationCost], together: Mapping[Any, Array], key: Callable[[OperationCost], Any]
+) -> Iterator[tuple[OperationCost, Size]]:
     """Yield each operation with its seconds; operations timed `together` share that time by the bytes they move."""
-    moved: dict[Any, float] = {}
+    moved: dict[Any, Size] = {}
     for cost in found:
         if cost.seconds is None:
-            moved[key(cost)] = moved.get(key(cost), 0.0) + _at(cost.share * cost.operation.bytes_moved)
+            moved[key(cost)] = moved.get(key(cost), 0.0) + cost.share * cost.operation.bytes_moved
     for cost in found:
         if cost.seconds is not None:
-            yield cost, _at(cost.share * cost.seconds)
+            yield cost, cost.share * cost.seconds
         else:
-            yield cost, together[key(cost)] * _at(cost.share * cost.operation.bytes_moved) / moved[key(cost)]
+            yield cost, together[key(cost)] * (cost.share * cost.operation.bytes_moved) / moved[key(cost)]
 
 
-def _times_again(cost: OperationCost, candidates: Candidates) -> float:
+def _times_again(cost: OperationCost, candidates: Candidates) -> Size:
     """Return how often recomputation repeats an operation, per run of it in the forward pass."""
     full, selective = cost.again
     if candidates.has("recompute", "full")[0]:
-        return _at(candidates.recomputed_share) * full
+        return candidates.recomputed_share * full
     return selective if candidates.has("recompute", "selective")[0] else 0.0
 
 
-def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterator[tuple[Operation, float, str]]:
+def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterator[tuple[Operation, Size, str]]:
     """Yield the operations of embedding and output layer, with seconds per step and bound, on the busiest stage."""
-    together = {"loss": _at(times.loss), "stream": _at(times.embedding)}
+    together = {"loss": times.loss, "stream": times.embedding}
     for cost, seconds in _timed(list(end_costs(candidates, system)), together, lambda cost: cost.part):
         if cost.seconds is not None:
-            seconds = _at(times.heads) * seconds * system.engine.matmul_slowdown
+            seconds = times.heads * seconds * system.engine.matmul_slowdown
         yield cost.operation, seconds, BOUND.get(cost.part, "memory")  # zero if the busiest stage lacks this end
 
 
 def exposed_collectives(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[str, Size]]:
     """Return the exposed seconds of each collective, named by mesh dimension and kind as in a run."""
-    sharded, copies = _at(candidates.zero) > 0, 0.0
-    if _at(costs.dp_reduce):
-        copies = _at(costs.dp_across) / _at(costs.dp_reduce)
-    gather, scatter = 2 * _at(costs.fsdp_gather_layer), _at(costs.fsdp_scatter_layer)
-    of_state = _at(times.fsdp_exposed) / ((gather + scatter) or 1.0)
-    reduced, tp = _at(times.reduce_exposed), _at(times.tp_exposed)
-    divides, scatters = _at(candidates.tp) > 1, _at(candidates.sp) > 0
-    pieces = _at(candidates.zero) >= 2 and _at(candidates.shard_ranks) > 1
+    copies = costs.dp_across / costs.dp_reduce if costs.dp_reduce else np.zeros(1)
+    gather, scatter = 2 * costs.fsdp_gather_layer, costs.fsdp_scatter_layer
+    of_state = times.fsdp_exposed / ((gather + scatter) or 1.0)
+    divides, scatters, sharded = candidates.tp > 1, candidates.sp > 0, candidates.zero > 0
+    pieces = candidates.zero >= 2 and candidates.shard_ranks > 1
     found = [  # equally many all-gathers and reduce-scatters, of the same buffer
-        (divides and scatters, "tp all_gather", tp / 2),
-        (divides and scatters, "tp reduce_scatter", tp / 2),
-        (divides and not scatters, "tp all_reduce", tp),
-        *((_at(seconds), name, _at(seconds)) for name, seconds in costs.small_collectives.items()),
-        *((True, *line) for line in _of_context(candidates, system, _at(times.cp_exposed))),
-        (_at(times.ep_exposed), "ep all_to_all", _at(times.ep_exposed)),
-        (_at(candidates.pp) > 1, "pp send", _at(times.pp_exposed)),
+        (divides and scatters, "tp all_gather", times.tp_exposed / 2),
+        (divides and scatters, "tp reduce_scatter", times.tp_exposed / 2),
+        (divides and not scatters, "tp all_reduce", times.tp_exposed),
+        *((seconds, name, seconds) for name, seconds in costs.small_collectives.items()),
+        *((True, *line) for line in _of_context(candidates, system, times.cp_exposed)),
+        (times.ep_exposed, "ep all_to_all", times.ep_exposed),
+        (candidates.pp > 1, "pp send", times.pp_exposed),
         (pieces and gather, "shard all_gather", of_state * gather),
         (pieces and scatter, "shard reduce_scatter", of_state * scatter),
-        (_at(costs.dp_reduce) and copies < 1, "shard reduce_scatter" if sharded else "replicate all_reduce",
-         reduced * (1 - copies)),
-        (copies, "replicate all_reduce", reduced * copies),
-        (_at(costs.dp_gather), "shard all_gather", _at(times.gather_exposed)),
+        (costs.dp_reduce and copies < 1, "shard reduce_scatter" if sharded else "replicate all_reduce",
+         times.reduce_exposed * (1 - copies)),
+        (copies, "replicate all_reduce", times.reduce_exposed * copies),
+        (costs.dp_gather, "shard all_gather", times.gather_exposed),
     ]  # fmt: skip
     return ((name, seconds) for wanted, name, seconds in found if wanted)
 
 
-def _of_context(candidates: Candidates, system: ClusterSystem, seconds: float) -> Iterator[tuple[str, float]]:
+def _of_context(candidates: Candidates, system: ClusterSystem, seconds: Array) -> Iterator[tuple[str, Size]]:
     """Yield exposed context parallel collectives: gathers in every pass and one scatter, or sends of a ring."""
-    kind = _at(context_kinds(candidates, system.engine))
-    if _at(candidates.cp) == 1:
+    kind = context_kinds(candidates, system.engine)
+    if candidates.cp == 1:
         return
     if kind == code("cp_kind", "ring"):
         yield "cp send", seconds
     elif kind == code("cp_kind", "all_to_all"):
         yield "cp all_to_all", seconds
     else:
-        gathers = 2 + _at(candidates.recomputed_share)
+        gathers = 2 + candidates.recomputed_share
         yield "cp all_gather", seconds * gathers / (gathers + 1)
         yield "cp reduce_scatter", seconds / (gathers + 1)
 
@@ -184,6 +182,6 @@ def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]
     return found
 
 
-def _at(column: Array | float) -> float:
+def _at(column: Size) -> float:
     """Return the first candidate's value."""
     return float(np.asarray(column).reshape(-1)[0])

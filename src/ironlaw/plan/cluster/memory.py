@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
-from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
+from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
 from ironlaw.workload.kinds import forward_of
@@ -112,11 +112,10 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
     return np.maximum(held, 1.0)
 
 
-def peak_memory(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> PeakMemory:
+def peak_memory(candidates: Candidates, engine: TrainingEngine) -> PeakMemory:
     """Return the stage with the highest peak of each job, and the components of that peak."""
-    layers = layers or stage_layers(candidates, engine.partition)
     kept = kept_activation_bytes(candidates, engine)
-    stages = [_stage(candidates, engine, layers, stage, kept) for stage in _stages(candidates, engine.partition)]
+    stages = [_stage(candidates, engine, stage, kept) for stage in _stages(candidates, engine.partition)]
     return reduce(lambda best, here: _higher(here, best), stages)
 
 
@@ -132,20 +131,19 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
     return [np.zeros(len(candidates)), np.where(pp > 1, pp - 1, -1.0), np.where(pp > 2, 1.0, -1.0)]
 
 
-def reported_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None) -> Array:
+def reported_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Return the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
-    layers = layers or stage_layers(candidates, engine.partition)
     if engine.reporting_stage == "first":
         kept = kept_activation_bytes(candidates, engine)
-        return _stage(candidates, engine, layers, np.zeros(len(candidates)), kept).total
-    return peak_memory(candidates, engine, layers).total
+        return _stage(candidates, engine, np.zeros(len(candidates)), kept).total
+    return peak_memory(candidates, engine).total
 
 
-def host_bytes(candidates: Candidates, engine: TrainingEngine, layers: StageLayers) -> Array:
+def host_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Return the bytes that one rank keeps in host memory: optimizer state with its gradients, and activations."""
-    parameters = owned_parameters(candidates, layers)
+    layers = stage_layers(candidates, engine.partition)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
-    state = parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
+    state = layers.owned_parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
     kept, *_ = kept_activation_bytes(candidates, engine)
     flight = np.maximum(in_flight(candidates, 0), 1.0)
     activations = layers.fullest * flight * kept
@@ -172,7 +170,8 @@ class _HeldBy:
     own: Array  # `parameters` without the experts of other ranks
 
     @classmethod
-    def of(cls, candidates: Candidates, layers: StageLayers, stage: Array) -> _HeldBy:
+    def of(cls, candidates: Candidates, partition: str, stage: Array) -> _HeldBy:
+        layers = stage_layers(candidates, partition)
         first, has_head, model = stage == 0, layers.head_stage == stage, candidates.model
         count = layers.on(stage)
         embedding = np.where(first, model.embedding_parameters, 0.0)
@@ -188,11 +187,10 @@ class _HeldBy:
 
 
 def _stage(
-    candidates: Candidates, engine: TrainingEngine, layers: StageLayers, stage: Array,
-    activations_of: tuple[Array, Array, Array],
+    candidates: Candidates, engine: TrainingEngine, stage: Array, activations_of: tuple[Array, Array, Array],
 ) -> PeakMemory:  # fmt: skip
     """Return the bytes that one stage of each job holds; zero where `stage` is negative."""
-    here, (kept, back, copies) = _HeldBy.of(candidates, layers, stage), activations_of
+    here, (kept, back, copies) = _HeldBy.of(candidates, engine.partition, stage), activations_of
     master, moments = _optimizer_state(candidates, engine, here)
     flight = in_flight(candidates, stage)
     # Under offloading the device holds two blocks' activations: of the block at work and of the one in transfer.

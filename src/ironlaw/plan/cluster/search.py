@@ -1,6 +1,6 @@
 """Plan and rank all layouts of a model on a cluster, and count those ruled out by each constraint.
 
-    found = search(ClusterStep(model, cluster, sequence=8192, global_batch=1024))
+    found = search(ClusterRequest(model, cluster, sequence=8192, global_batch=1024))
     found.best[0].layout, found.best[0].step_seconds
     found.ruled_out                     # {"memory": 5120, "heads not divisible by tp": 64, ...}
 
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.errors import UserError
-from ironlaw.plan.cluster.estimate import ClusterStep, PlannedCandidates, plan_candidates
+from ironlaw.plan.cluster.estimate import ClusterRequest, PlannedCandidates, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, lacked, possible_layouts, saving, savings
 from ironlaw.plan.cluster.layout_table import COLUMNS, Table, code, distinct_rows, layout_of
@@ -78,34 +78,37 @@ UNWALKED = "slower than what was found, whatever their memory"
 """Reason that rules out layouts of our own trainer whose program need not be walked."""
 
 
-def search(asked: ClusterStep, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
+def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
     """Plan every layout and keep the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
     Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
     out: a third of the work for hardly slower layouts.
     """
-    model, cluster, refused = asked.model, asked.cluster, dict[str, int]()
+    model, cluster, refused = request.model, request.cluster, dict[str, int]()
     constraints: dict[str, int] = {}
-    widest_tp, kinds = max(cluster.node.scale_up_accelerators, cluster.node.accelerators), asked.system.engine.cp_kinds
-    work = cluster.count, asked.sequence, asked.global_batch
+    widest_tp, kinds = (
+        max(cluster.node.scale_up_accelerators, cluster.node.accelerators),
+        request.system.engine.cp_kinds,
+    )
+    work = cluster.count, request.sequence, request.global_batch
     table = possible_layouts(model, *work, constraints, min(MAX_TP, widest_tp), hybrid, kinds)
     if not len(table):
         reasons = "; ".join(f"{reason}: {n}" for reason, n in constraints.items())
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
-    table = _able(table, asked, refused)
+    table = _able(table, request, refused)
     constraints |= refused
     if not len(table):
         reasons = "; or ".join(refused)
         raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     table = table[np.argsort(table["pp"], kind="stable")]  # neighbours then share shapes
-    running = _Search(asked, keep, constraints)
+    running = _Search(request, keep, constraints)
     bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
     running.plan_savings(table, bound, savings(model, offload=False))
     running.walk()
-    if not running.best and asked.system.host is not None and "offload" not in asked.system.engine.lacks:
+    if not running.best and request.system.host is not None and "offload" not in request.system.engine.lacks:
         running.plan_savings(table, np.zeros(len(table)), savings(model, offload=True))
         running.walk()
     return running.found()
@@ -125,7 +128,7 @@ def _chunks(table: Table, size: int) -> Iterator[Table]:
 class _Search:
     """A search in progress: the step, the counts and the best layouts so far."""
 
-    asked: ClusterStep
+    request: ClusterRequest
     keep: int
     constraints: dict[str, int]
     planned: int = 0
@@ -140,12 +143,12 @@ class _Search:
 
     @property
     def where(self) -> ClusterSystem:
-        return self.asked.system
+        return self.request.system
 
     @property
     def memory_upper(self) -> float:
         """Upper end of the memory interval over the planned peak."""
-        return math.exp(interval_factors("memory", *self.asked.compared)[1])
+        return math.exp(interval_factors("memory", *self.request.compared)[1])
 
     def plan(self, part: Table) -> np.ndarray:
         """Plan these rows and keep the best. Returns, per row, a lower bound of the seconds of its saving variants.
@@ -153,7 +156,7 @@ class _Search:
         The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
         nothing. Rows of our own trainer that may fit wait to be walked.
         """
-        outcome = plan_candidates(self.asked.candidates(part), self.where)
+        outcome = plan_candidates(self.request.candidates(part), self.where)
         fits, gain = outcome.fits, hiding(part)
         self.planned += len(part)
         if not fits.any() and not self.best:
@@ -207,8 +210,8 @@ class _Search:
         if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # the same as ZeRO 1
             layout = replace(layout, zero=1)
         if (layout, enough) not in self.peaks:
-            batch, recipe = self.asked.run(layout)
-            self.peaks[layout, enough] = highest_peak(self.asked.model, batch, layout, recipe, enough)[1].total
+            batch, recipe = self.request.run(layout)
+            self.peaks[layout, enough] = highest_peak(self.request.model, batch, layout, recipe, enough)[1].total
         return self.peaks[layout, enough]
 
     def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
@@ -238,7 +241,7 @@ class _Search:
         tried = np.concatenate([saving(rows, variant) for variant in extremes if variant in variants])
         if not len(tried):
             return np.zeros(0, dtype=bool)
-        over = peak_memory(self.asked.candidates(tried), self.where.engine).total - usable_bytes(self.where)
+        over = peak_memory(self.request.candidates(tried), self.where.engine).total - usable_bytes(self.where)
         if not self.best and over.min() > 0:
             least = int(over.argmin())
             self.plan(tried[least : least + 1])
@@ -247,7 +250,7 @@ class _Search:
     def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
         # The variants of a layout are adjacent rows.
         spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
-        spread = _able(spread, self.asked, self.constraints)
+        spread = _able(spread, self.request, self.constraints)
         if len(spread):
             self.plan(spread)
 
@@ -295,15 +298,15 @@ NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
 """Columns that do not affect whether our own trainer runs a layout."""
 
 
-def _able(rows: Table, asked: ClusterStep, ruled_out: dict[str, int]) -> Table:
+def _able(rows: Table, request: ClusterRequest, ruled_out: dict[str, int]) -> Table:
     """Return the layouts that the software can run and the step does not exclude; count the others by reason."""
-    engine = asked.system.engine
+    engine = request.system.engine
     refused = {f"{engine.name} has no {what}": needed for what, needed in lacked(engine, rows).items()}
     if not engine.fused:
-        why = lambda layout: not_trained_here(layout, asked.model, asked.precision, asked.optimizer)  # noqa: E731
+        why = lambda layout: not_trained_here(layout, request.model, request.precision, request.optimizer)  # noqa: E731
         refused |= _refused(rows, why, NEVER_REFUSED)
     rows = _left(rows, refused, ruled_out)
-    return rows if asked.excluded is None else _left(rows, _refused(rows, asked.excluded), ruled_out)
+    return rows if request.excluded is None else _left(rows, _refused(rows, request.excluded), ruled_out)
 
 
 def _refused(

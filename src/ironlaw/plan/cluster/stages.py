@@ -25,6 +25,7 @@ class StageLayers:
     largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides them
     row: npt.NDArray[np.int64]  # index of the job's partition in `counts`
     counts: Array  # layers, as partitions x stages; zero beyond the last stage
+    owned_parameters: Array  # that a rank of the fullest stage updates: under ZeRO, its share of them
 
     def on(self, stage: Array) -> Array:
         """Return the layers of a stage of each job; those of the first where `stage` is negative."""
@@ -32,6 +33,14 @@ class StageLayers:
 
 
 def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:
+    """Return the layers per stage, computed once per candidates and partition."""
+    known: dict[str, StageLayers] = candidates.layers_of_stages
+    if partition not in known:
+        known[partition] = _stage_layers(candidates, partition)
+    return known[partition]
+
+
+def _stage_layers(candidates: Candidates, partition: str) -> StageLayers:
     """Return the layers per stage, with `partition` "equal" or "cost".
 
     "equal" gives surplus layers to the stages between the first and the last, which hold the embedding and the output
@@ -60,22 +69,16 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
     both = head_stage == 0
     head = np.where(both, np.where(model.tied, embedding, embedding + head), head)
     largest = np.maximum(np.maximum(fullest * block, counts[row, 0] * block + embedding), with_head * block + head)
+    # Expert parallelism leaves a rank fewer experts and, by the same factor, fewer ranks to shard them over. Its share
+    # is therefore that of the experts of all ranks over all sharding ranks.
+    sharded = largest
+    if c.has_experts:
+        sharded = largest + fullest * (c.expert_parameters / c.tp - c.local_expert_parameters)
+    owned = np.where(c.zero > 0, sharded / c.shard_ranks, largest)
     return StageLayers(
-        counts[row, 0], inner.max(axis=1)[row], counts[ways, last_stage][row], fullest, head_stage, largest, row, counts
-    )
-
-
-def owned_parameters(candidates: Candidates, layers: StageLayers) -> Array:
-    """Return the parameters that a rank of the fullest stage updates: under ZeRO, its share of them.
-
-    Expert parallelism leaves a rank fewer experts and, by the same factor, fewer ranks to shard them over. Its share is
-    therefore that of the experts of all ranks over all sharding ranks.
-    """
-    local = sharded = layers.largest_parameters
-    if candidates.has_experts:
-        of_others = candidates.expert_parameters / candidates.tp - candidates.local_expert_parameters
-        sharded = local + layers.fullest * of_others
-    return np.where(candidates.zero > 0, sharded / candidates.shard_ranks, local)
+        counts[row, 0], inner.max(axis=1)[row], counts[ways, last_stage][row], fullest, head_stage, largest, row,
+        counts, owned,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -36,7 +36,7 @@ from ironlaw.plan.cluster.collective_costs import (
 )
 from ironlaw.plan.cluster.layout_table import code
 from ironlaw.plan.cluster.memory import kept_activation_bytes
-from ironlaw.plan.cluster.stages import StageLayers, owned_parameters, stage_layers
+from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Policy, Shape
@@ -263,17 +263,17 @@ class StepCosts:
     crosses: dict[str, npt.NDArray[np.bool_]]  # whether traffic of a kind leaves the island; pp: of some pair of stages
 
 
-def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, owned: Array) -> Array:
-    """Return the seconds of the optimizer on the stage with most parameters. `owned`: parameters that a rank updates.
+def _update(candidates: Candidates, system: ClusterSystem) -> Array:
+    """Return the seconds of the optimizer on the stage with most parameters.
 
     Whole-matrix work (Muon's iterations, GaLore's projections) is distributed matrix by matrix over the ranks that
     shard the state, and divided by tp.
     """
-    cost, hardware = system.update, system.hardware
+    cost, hardware, layers = system.update, system.hardware, stage_layers(candidates, system.engine.partition)
     blocks = layers.fullest * candidates.local_block_parameters
     inside = np.minimum(1.0, blocks / np.maximum(layers.largest_parameters, 1.0))
     per_parameter = inside * cost.block_bytes + (1 - inside) * cost.end_bytes
-    seconds = np.asarray(streaming_seconds(owned * per_parameter, hardware))
+    seconds = np.asarray(streaming_seconds(layers.owned_parameters * per_parameter, hardware))
     if not cost.matrices:
         return seconds
     products = sum(
@@ -285,13 +285,14 @@ def _update(candidates: Candidates, system: ClusterSystem, layers: StageLayers, 
     return seconds + products / cost.owners * np.ceil(dealt / ranks) / candidates.tp
 
 
-def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
+def _offloaded(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Return the seconds of transfers to and from the host and of its update; zero where nothing is offloaded."""
     none = np.zeros(len(candidates))
     host, engine = system.host, system.engine
     if host is None or not (candidates.offload > 0).any():
         return {"host_update": none, "host_gradients": none, "host_layer": none}
-    owned, rate = owned_parameters(candidates, layers), min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    owned = stage_layers(candidates, engine.partition).owned_parameters
     update = owned * system.update.block_bytes / host.memory_bytes_per_second
     back = owned * engine.element_bytes / rate
     kept, *_ = kept_activation_bytes(candidates, engine)
@@ -304,9 +305,8 @@ def _offloaded(candidates: Candidates, system: ClusterSystem, layers: StageLayer
     }
 
 
-def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayers | None = None) -> StepCosts:
+def step_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
     """Return every ingredient of the step time."""
-    layers = layers or stage_layers(candidates, system.engine.partition)
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
         system.engine, lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system)
@@ -316,7 +316,7 @@ def step_costs(candidates: Candidates, system: ClusterSystem, layers: StageLayer
     of_parts = {key: column for key, column in found.items() if not isinstance(key, str)}
     blocks["block"] = {key: column for key, column in of_parts.items() if isinstance(key[1], Phase)}
     blocks["again"] = {key: column for key, column in of_parts.items() if not isinstance(key[1], Phase)}
-    blocks |= _state(candidates, system, layers) | _offloaded(candidates, system, layers)
+    blocks |= _state(candidates, system) | _offloaded(candidates, system)
     stage_fills_island = candidates.tp * candidates.cp * candidates.dp >= island
     return StepCosts(
         small_collectives=small_collectives(candidates, system),
@@ -366,9 +366,9 @@ def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     }
 
 
-def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -> dict[str, Array]:
+def _state(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Return the seconds of reducing gradients, gathering weights and updating them."""
-    engine, states = system.engine, shared_states(candidates, system, layers)
+    engine, states = system.engine, shared_states(candidates, system)
     gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes
 
     def sent(kind: str, size: float, *, layer: bool = False, by_all: bool = False) -> Array:
@@ -382,12 +382,11 @@ def _state(candidates: Candidates, system: ClusterSystem, layers: StageLayers) -
     sharded, fsdp = candidates.zero > 0, candidates.zero >= 3
     in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
     once = np.where(sharded, sent("reduce_scatter", gradient) + across, sent("all_reduce", gradient, by_all=True))
-    update = _update(candidates, system, layers, owned_parameters(candidates, layers))
     return {
         "dp_reduce": np.where(in_pieces, across, once),
         "dp_across": np.where(sharded, across, 0.0),
         "dp_gather": np.where(sharded & ~fsdp, sent("all_gather", wide), 0.0),
         "fsdp_gather_layer": np.where(fsdp, sent("all_gather", wide, layer=True), 0.0),
         "fsdp_scatter_layer": np.where(in_pieces, sent("reduce_scatter", gradient, layer=True), 0.0),
-        "optimizer": np.where(candidates.offloads_optimizer, 0.0, update),
+        "optimizer": np.where(candidates.offloads_optimizer, 0.0, _update(candidates, system)),
     }

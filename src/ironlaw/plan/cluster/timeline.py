@@ -26,7 +26,7 @@ from ironlaw.ledger import Phase
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import context_kinds, exposed
 from ironlaw.plan.cluster.layout_table import code
-from ironlaw.plan.cluster.stages import StageLayers, stage_layers
+from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts
 from ironlaw.plan.engines.engine import TrainingEngine
 
@@ -205,9 +205,9 @@ class _Stages:
 
 
 def _stages(
-    layer: _Layer, layers: StageLayers, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array,
-    message: Array,
-) -> _Stages:  # fmt: skip
+    layer: _Layer, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array, message: Array
+) -> _Stages:
+    layers = stage_layers(candidates, engine.partition)
     # Every chunk of a rank beyond the first adds a receive and a send in each direction.
     host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
     host_microbatch = engine.host_microbatch_seconds + host_messages
@@ -228,11 +228,8 @@ def _stages(
     return _Stages(slowest, others, (longer - blocks - ends)[row], count[row], has_head[row], has_embedding[row])
 
 
-def assemble(
-    costs: StepCosts, candidates: Candidates, engine: TrainingEngine, layers: StageLayers | None = None
-) -> Times:
+def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Times:
     """Return the step time from its ingredients and the engine's constants."""
-    layers = layers or stage_layers(candidates, engine.partition)
     slow = {
         kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
         for kind, crosses in costs.crosses.items()
@@ -241,7 +238,7 @@ def assemble(
     head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
     embedding = costs.embedding * engine.streaming_traffic
     message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow["pp"]
-    stages = _stages(layer, layers, candidates, engine, head_matmul + loss, embedding, message)
+    stages = _stages(layer, candidates, engine, head_matmul + loss, embedding, message)
     second_half = layer.device - layer.first_half - layer.weight_gradients
     bubble = stages.others * bubble_share(
         candidates.schedule, candidates.virtual_stages, layer.first_half, second_half, layer.weight_gradients

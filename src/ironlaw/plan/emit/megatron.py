@@ -6,29 +6,31 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.yarn import is_yarn
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.emit import first_reason, given
+from ironlaw.plan.emit import first_reason
 from ironlaw.plan.engines.low_precision import storage_by
-from ironlaw.plan.engines.named import engine
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.schedule import fewer_layers_at_ends
 
-PRECISION_FLAGS = {
-    "fp32": [],
-    "bf16": ["--bf16"],
-    "fp16": ["--fp16"],
-    "fp8": ["--bf16", "--fp8-format hybrid"],
-    "fp8_block": ["--bf16", "--fp8-format e4m3", "--fp8-recipe blockwise"],
-    "mxfp8": ["--bf16", "--fp8-format e4m3", "--fp8-recipe mxfp8"],
-    "nvfp4": ["--bf16", "--fp4-format e2m1", "--fp4-recipe nvfp4"],
+Flags = dict[str, object]
+"""Values by flag. True: the flag has no value; None or False: it is left out."""
+
+PRECISION_FLAGS: dict[str, Flags] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "fp8": {"bf16": True, "fp8-format": "hybrid"},
+    "fp8_block": {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "blockwise"},
+    "mxfp8": {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
+    "nvfp4": {"bf16": True, "fp4-format": "e2m1", "fp4-recipe": "nvfp4"},
 }
 
 CP_COMM_TYPES = {"ring": "p2p", "all_gather": "all_gather", "all_to_all": "a2a"}
 
-OPTIMIZER_FLAGS = {
-    "adamw": [],
-    "sgd": ["--optimizer sgd", "--sgd-momentum 0"],
-    "momentum": ["--optimizer sgd", "--sgd-momentum 0.9"],
-    "muon": ["--optimizer muon"],
+OPTIMIZER_FLAGS: dict[str, Flags] = {
+    "adamw": {},
+    "sgd": {"optimizer": "sgd", "sgd-momentum": 0},
+    "momentum": {"optimizer": "sgd", "sgd-momentum": 0.9},
+    "muon": {"optimizer": "muon"},
 }
 
 
@@ -120,177 +122,172 @@ def _chunk(model: ModelConfig, layout: Layout) -> int:
 def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
     """Return the flags, one `--flag value` per line, and notes."""
     # Name what selective recomputation repeats where the plan assumes something other than attention.
-    widens = layout.recompute.mode == "selective" and engine(request.engine).widens_again(request.model)
-    flags = [
-        *_model_flags(request.model, request.sequence),
-        f"--micro-batch-size {layout.micro_batch}",
-        f"--global-batch-size {request.global_batch}",
-        f"--train-iters {request.steps}",
-        *PRECISION_FLAGS[request.precision],
-        *_narrow_flags(request, layout),
-        *OPTIMIZER_FLAGS[request.optimizer],
-        *_layout_flags(request.model, layout),
-        *given((widens, "--recompute-modules mla_up_proj")),
-        *_expert_flags(request.model, layout),
-    ]
+    widens = layout.recompute.mode == "selective" and request.system.engine.widens_again(request.model)
+    flags = (
+        _model_flags(request.model, request.sequence)
+        | {
+            "micro-batch-size": layout.micro_batch,
+            "global-batch-size": request.global_batch,
+            "train-iters": request.steps,
+        }
+        | PRECISION_FLAGS[request.precision]
+        | _narrow_flags(request, layout)
+        | OPTIMIZER_FLAGS[request.optimizer]
+        | _layout_flags(request.model, layout)
+        | {"recompute-modules": widens and "mla_up_proj"}
+        | _expert_flags(request.model, layout)
+    )
+    given = ((flag, value) for flag, value in flags.items() if value is not None and value is not False)
+    lines = [f"--{flag}" if value is True else f"--{flag} {value}" for flag, value in given]
     head = f"# {request.model.name}, {request.cluster}: {layout}\n"
-    return head + " \\\n".join(flags) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
+    return head + " \\\n".join(lines) + "\n", ["for pretrain_gpt.py; add tokenizer, data and learning rate"]
 
 
-def _narrow_flags(request: ClusterRequest, layout: Layout) -> list[str]:
+def _narrow_flags(request: ClusterRequest, layout: Layout) -> Flags:
     """Return the flag that stores weights in 8 or 4 bits, where the plan assumes that they are."""
     held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
         number_format(request.precision).narrow
-        and engine(request.engine).narrow_parameters
+        and request.system.engine.narrow_parameters
         and "in place of" in held.description
     )
     if not stored or not layout.zero:  # supported under Megatron's distributed optimizer only
-        return []
-    return ["--fp4-param-gather" if request.precision == "nvfp4" else "--fp8-param-gather"]
+        return {}
+    return {f"{'fp4' if request.precision == 'nvfp4' else 'fp8'}-param-gather": True}
 
 
-def _model_flags(model: ModelConfig, sequence: int) -> list[str]:
-    window = model.sliding_window if model.sliding_window and model.sliding_window < sequence else 0
-    few, scaled = model.key_value_heads != model.heads, model.rope_scaling and model.latent is None
-    layers = f"[0]*{model.full_first}+[1]*{model.layers - model.full_first}"
+def _model_flags(model: ModelConfig, sequence: int) -> Flags:
+    window = model.sliding_window if model.sliding_window and model.sliding_window < sequence else None
+    few = model.key_value_heads != model.heads
+    skipped = model.full_every or (model.full_first and f"[0]*{model.full_first}+[1]*{model.layers - model.full_first}")
     positions = {"rope": "rope", "none": "none"}.get(model.positions, "learned_absolute")
-    return [
-        f"--num-layers {model.layers}",
-        f"--hidden-size {model.hidden}",
-        f"--ffn-hidden-size {model.ffn_size}",
-        f"--num-attention-heads {model.heads}",
-        f"--kv-channels {model.size_of_head}",
-        f"--seq-length {sequence}",
-        f"--max-position-embeddings {model.context}",
-        f"--vocab-size {model.vocab}",
-        "--attention-dropout 0",
-        "--hidden-dropout 0",
-        f"--norm-epsilon {model.norm_eps:g}",
-        *given(
-            (window, f"--window-size {window - 1},0"),  # tokens to the left, without the query's own
-            (window and model.full_every, f"--window-attn-skip-freq {model.full_every}"),
-            (window and model.full_first and not model.full_every, f"--window-attn-skip-freq {layers}"),
-            (model.attention_sinks, "--softmax-type learnable"),
-            (model.activation == "relu2", "--squared-relu"),
-            (model.rotary_size, f"--rotary-percent {(model.rotary_size or 0) / model.size_of_head:g}"),
-            (model.unrotated_every, f"--no-rope-freq {model.unrotated_every}"),
-        ),
-        *_latent_flags(model),
-        *given(
-            (few, "--group-query-attention"),
-            (few, f"--num-query-groups {model.key_value_heads}"),
-            (model.gated_ffn, "--swiglu"),
-            (model.norm == "rmsnorm", "--normalization RMSNorm"),
-            (model.qk_norm, "--qk-layernorm"),
-            (True, f"--position-embedding-type {positions}"),
-            (positions == "rope", f"--rotary-base {model.rope_theta:.0f}"),
-            (positions == "rope" and scaled, "--use-rope-scaling"),
-            (positions == "rope" and scaled, f"--rope-scaling-factor {(model.rope_scaling or {}).get('factor', 0):g}"),
-            (not model.has_ffn_bias, "--disable-bias-linear"),
-            (not model.has_ffn_bias and model.has_qkv_bias, "--add-qkv-bias"),
-            (not model.tied, "--untie-embeddings-and-output-weights"),
-        ),
-    ]
+    rotates = positions == "rope"
+    scaling = model.rope_scaling if rotates and model.latent is None else None
+    return {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden,
+        "ffn-hidden-size": model.ffn_size,
+        "num-attention-heads": model.heads,
+        "kv-channels": model.size_of_head,
+        "seq-length": sequence,
+        "max-position-embeddings": model.context,
+        "vocab-size": model.vocab,
+        "attention-dropout": 0,
+        "hidden-dropout": 0,
+        "norm-epsilon": f"{model.norm_eps:g}",
+        "window-size": window and f"{window - 1},0",  # tokens to the left, without the query's own
+        "window-attn-skip-freq": (window and skipped) or None,
+        "softmax-type": model.attention_sinks and "learnable",
+        "squared-relu": model.activation == "relu2",
+        "rotary-percent": model.rotary_size and f"{model.rotary_size / model.size_of_head:g}",
+        "no-rope-freq": model.unrotated_every or None,
+        **_latent_flags(model),
+        "group-query-attention": few,
+        "num-query-groups": few and model.key_value_heads,
+        "swiglu": model.gated_ffn,
+        "normalization": model.norm == "rmsnorm" and "RMSNorm",
+        "qk-layernorm": bool(model.qk_norm or model.latent),
+        "position-embedding-type": positions,
+        "rotary-base": rotates and f"{model.rope_theta:.0f}",
+        "use-rope-scaling": bool(scaling),
+        "rope-scaling-factor": scaling and f"{scaling.get('factor', 0):g}",
+        "disable-bias-linear": not model.has_ffn_bias,
+        "add-qkv-bias": not model.has_ffn_bias and model.has_qkv_bias,
+        "untie-embeddings-and-output-weights": not model.tied,
+    }
 
 
-def _latent_flags(model: ModelConfig) -> list[str]:
+def _latent_flags(model: ModelConfig) -> Flags:
     """Return the flags of latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
     latent, scaling = model.latent, model.rope_scaling
     if latent is None:
-        return []
-    flags = ["--multi-latent-attention", "--qk-layernorm"]
-    flags += [f"--q-lora-rank {latent.query_rank}"] if latent.query_rank else []
-    flags += [
-        f"--kv-lora-rank {latent.key_value_rank}",
-        f"--qk-head-dim {latent.plain_size}",
-        f"--qk-pos-emb-head-dim {latent.rotary_size}",
-        f"--v-head-dim {latent.value_size}",
-        f"--rope-type {'yarn' if scaling else 'rope'}",
-    ]
+        return {}
+    flags: Flags = {
+        "multi-latent-attention": True,
+        "qk-layernorm": True,
+        "q-lora-rank": latent.query_rank or None,
+        "kv-lora-rank": latent.key_value_rank,
+        "qk-head-dim": latent.plain_size,
+        "qk-pos-emb-head-dim": latent.rotary_size,
+        "v-head-dim": latent.value_size,
+        "rope-type": "yarn" if scaling else "rope",
+    }
     if scaling:
-        flags.append(f"--rotary-scaling-factor {scaling['factor']:g}")
-        flags += [f"--{name.replace('_', '-')} {scaling.get(name, 0):g}" for name in ("mscale", "mscale_all_dim")]
+        flags["rotary-scaling-factor"] = f"{scaling['factor']:g}"
+        flags |= {name.replace("_", "-"): f"{scaling.get(name, 0):g}" for name in ("mscale", "mscale_all_dim")}
     return flags
 
 
-def _expert_flags(model: ModelConfig, layout: Layout) -> list[str]:
+def _expert_flags(model: ModelConfig, layout: Layout) -> Flags:
     """Return the flags of experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
     moe = model.moe
     if moe is None:
-        return []
+        return {}
     pattern = ",".join(str(int(moe.in_layer(layer))) for layer in range(model.layers))
-    return [
-        f"--num-experts {moe.experts}",
-        f"--moe-router-topk {moe.experts_per_token}",
-        f"--moe-ffn-hidden-size {model.expert_ffn_size}",
-        f"--expert-model-parallel-size {layout.ep}",
-        f"--expert-tensor-parallel-size {layout.expert_tp}",
-        "--moe-token-dispatcher-type alltoall",
-        "--moe-grouped-gemm",
-        "--moe-permute-fusion",
-        f"--moe-router-score-function {moe.score}",
-        *given(
-            # By default Megatron takes the softmax over the chosen experts, which sums to 1.
-            (not moe.normalize, "--moe-router-pre-softmax"),
-            (moe.routed_scale != 1.0, f"--moe-router-topk-scaling-factor {moe.routed_scale:g}"),
-            (moe.limits_groups, f"--moe-router-num-groups {moe.groups}"),
-            (moe.limits_groups, f"--moe-router-group-topk {moe.groups_per_token}"),
-            (moe.dense_layers or moe.every > 1, f"--moe-layer-freq [{pattern}]"),
-            (moe.shared_experts, f"--moe-shared-expert-intermediate-size {model.shared_ffn_size}"),
-            (moe.shared_gate, "--moe-shared-expert-gate"),
-            (moe.capacity_factor is not None, f"--moe-expert-capacity-factor {moe.capacity_factor or 0:g}"),
-            (moe.balance == "loss", "--moe-router-load-balancing-type aux_loss"),
-            (moe.balance == "loss", f"--moe-aux-loss-coeff {moe.balance_loss:g}"),
-            (moe.balance != "loss", "--moe-router-load-balancing-type none"),
-            (moe.balance == "bias", "--moe-router-enable-expert-bias"),
-            (moe.balance == "bias", f"--moe-router-bias-update-rate {moe.bias_rate:g}"),
-        ),
-    ]
+    return {
+        "num-experts": moe.experts,
+        "moe-router-topk": moe.experts_per_token,
+        "moe-ffn-hidden-size": model.expert_ffn_size,
+        "expert-model-parallel-size": layout.ep,
+        "expert-tensor-parallel-size": layout.expert_tp,
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-grouped-gemm": True,
+        "moe-permute-fusion": True,
+        "moe-router-score-function": moe.score,
+        # By default Megatron takes the softmax over the chosen experts, which sums to 1.
+        "moe-router-pre-softmax": not moe.normalize,
+        "moe-router-topk-scaling-factor": moe.routed_scale != 1.0 and f"{moe.routed_scale:g}",
+        "moe-router-num-groups": moe.limits_groups and moe.groups,
+        "moe-router-group-topk": moe.limits_groups and moe.groups_per_token,
+        "moe-layer-freq": (moe.dense_layers > 0 or moe.every > 1) and f"[{pattern}]",
+        "moe-shared-expert-intermediate-size": moe.shared_experts > 0 and model.shared_ffn_size,
+        "moe-shared-expert-gate": moe.shared_gate,
+        "moe-expert-capacity-factor": moe.capacity_factor is not None and f"{moe.capacity_factor:g}",
+        "moe-router-load-balancing-type": "aux_loss" if moe.balance == "loss" else "none",
+        "moe-aux-loss-coeff": moe.balance == "loss" and f"{moe.balance_loss:g}",
+        "moe-router-enable-expert-bias": moe.balance == "bias",
+        "moe-router-bias-update-rate": moe.balance == "bias" and f"{moe.bias_rate:g}",
+    }
 
 
-RECOMPUTE_FLAGS = {
-    "full": ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"],
-    "selective": ["--recompute-granularity selective"],
+RECOMPUTE_FLAGS: dict[str, Flags] = {
+    "full": {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1},
+    "selective": {"recompute-granularity": "selective"},
 }
-OFFLOAD_FLAGS = [
-    "--use-precision-aware-optimizer", "--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0",
-    "--overlap-cpu-optimizer-d2h-h2d",
-]  # fmt: skip
+OFFLOAD_FLAGS: Flags = {
+    "use-precision-aware-optimizer": True, "optimizer-cpu-offload": True, "optimizer-offload-fraction": 1.0,
+    "overlap-cpu-optimizer-d2h-h2d": True,
+}  # fmt: skip
 
 
-def _layout_flags(model: ModelConfig, layout: Layout) -> list[str]:
+def _layout_flags(model: ModelConfig, layout: Layout) -> Flags:
     first_less, last_less = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) or (0, 0)
-    again = RECOMPUTE_FLAGS.get(layout.recompute.mode, [])
+    chunk, again = _chunk(model, layout), RECOMPUTE_FLAGS.get(layout.recompute.mode, {})
     if layout.recompute.mode == "every":  # as many blocks, but the first ones of every chunk
-        blocks = _chunk(model, layout) // layout.recompute.every
-        again = ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {blocks}"]
-    fsdp = [  # Megatron FSDP
-        "--use-megatron-fsdp",
-        f"--data-parallel-sharding-strategy {'optim_grads_params' if layout.zero == 3 else 'optim_grads'}",
-        "--no-gradient-accumulation-fusion",
-        "--ckpt-format fsdp_dtensor",
-    ]
-    return [
-        f"--tensor-model-parallel-size {layout.tp}",
-        f"--pipeline-model-parallel-size {layout.pp}",
-        f"--context-parallel-size {layout.cp}",
-        *given(
-            (layout.cp > 1 and layout.cp_kind, f"--cp-comm-type {CP_COMM_TYPES.get(layout.cp_kind or '')}"),
-            (layout.sp, "--sequence-parallel"),
-            (layout.virtual_stages > 1, f"--num-layers-per-virtual-pipeline-stage {_chunk(model, layout)}"),
-            (first_less, "--account-for-embedding-in-pipeline-split"),
-            (last_less, "--account-for-loss-in-pipeline-split"),
-        ),
-        *again,
-        *given(
-            (layout.zero, "--use-distributed-optimizer"),
-            (layout.shard, f"--num-distributed-optimizer-instances {layout.dp // (layout.shard or layout.dp)}"),
-        ),
-        *(OFFLOAD_FLAGS if layout.offload == "optimizer" else []),
-        *(fsdp if layout.zero >= 2 else []),
-        *given(
-            (layout.dp > 1, "--overlap-grad-reduce"),
-            (layout.dp > 1 and layout.zero, "--overlap-param-gather"),
-        ),
-    ]
+        again = RECOMPUTE_FLAGS["full"] | {
+            "recompute-method": "block", "recompute-num-layers": chunk // layout.recompute.every,
+        }  # fmt: skip
+    sharded = "optim_grads_params" if layout.zero == 3 else "optim_grads"
+    fsdp: Flags = {  # Megatron FSDP
+        "use-megatron-fsdp": True,
+        "data-parallel-sharding-strategy": sharded,
+        "no-gradient-accumulation-fusion": True,
+        "ckpt-format": "fsdp_dtensor",
+    }
+    return {
+        "tensor-model-parallel-size": layout.tp,
+        "pipeline-model-parallel-size": layout.pp,
+        "context-parallel-size": layout.cp,
+        "cp-comm-type": layout.cp > 1 and CP_COMM_TYPES.get(layout.cp_kind or ""),
+        "sequence-parallel": layout.sp,
+        "num-layers-per-virtual-pipeline-stage": layout.virtual_stages > 1 and chunk,
+        "account-for-embedding-in-pipeline-split": bool(first_less),
+        "account-for-loss-in-pipeline-split": bool(last_less),
+        **again,
+        "use-distributed-optimizer": layout.zero > 0,
+        "num-distributed-optimizer-instances": layout.shard and layout.dp // layout.shard,
+        **(OFFLOAD_FLAGS if layout.offload == "optimizer" else {}),
+        **(fsdp if layout.zero >= 2 else {}),
+        "overlap-grad-reduce": layout.dp > 1,
+        "overlap-param-gather": layout.dp > 1 and layout.zero > 0,
+    }

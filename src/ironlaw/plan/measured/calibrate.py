@@ -14,18 +14,17 @@ runs left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tomli_w
 
 from ironlaw.errors import UserError
 from ironlaw.files import write_text
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
-from ironlaw.plan.cluster.stages import StageLayers, stage_layers
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.timeline import assemble
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
@@ -130,7 +129,6 @@ class _Block:
 
     candidates: Candidates
     costs: StepCosts
-    layers: StageLayers
     generation: str
     index: list[int]
 
@@ -209,9 +207,8 @@ class _Problem:
         self.blocks: list[_Block] = []
         for where, index in systems_of(runs):
             candidates = candidates_of_jobs([runs[i].job for i in index])
-            layers = stage_layers(candidates, engine.partition)
             generation = runs[index[0]].cluster.accelerator.generation
-            self.blocks.append(_Block(candidates, step_costs(candidates, where, layers), layers, generation, index))
+            self.blocks.append(_Block(candidates, step_costs(candidates, where), generation, index))
         self.generations = {block.generation for block in self.blocks}
         # With one generation the start includes its overrides; with several it is the plain values.
         self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine
@@ -253,7 +250,7 @@ class _Problem:
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
         for block in self.blocks:
-            planned[block.index] = assemble(block.costs, block.candidates, engine, block.layers).step_seconds
+            planned[block.index] = assemble(block.costs, block.candidates, engine).step_seconds
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:
@@ -312,40 +309,18 @@ class _Problem:
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:
     """Write the calibrated engine as a TOML profile, replacing any profile of that name, and return its path."""
-    path = profile_path(name)
+    path, engine, plain = profile_path(name), found.engine, TrainingEngine("")
+    basis = f"{found.runs} runs of {Path(runs).name}"
+    document: dict[str, Any] = {"source": f"calibrated on {basis}"}
+    for key in (field.name for field in fields(TrainingEngine) if field.name not in ("name", "source", "frameworks")):
+        if (value := getattr(engine, key)) != getattr(plain, key):
+            document[key] = value
+    document |= {constant.name: float(f"{constant.after:.5g}") for constant in found.constants}
+    head = (
+        f"# Calibrated by `ironlaw calibrate` on {basis}. Mean error of step time: {found.error_before:.1%} before,\n"
+        f"# {found.error_in_sample:.1%} on these runs, {found.error_left_out:.1%} with each run left out. "
+        "docs/accuracy.md explains the constants.\n\n"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, _text(found, runs))
+    write_text(path, head + tomli_w.dumps(document))
     return path
-
-
-def _text(found: Calibration, runs: str) -> str:
-    engine, plain = found.engine, TrainingEngine("")
-    skipped = ("name", "source", "frameworks", "by_generation", *(c.name for c in found.constants))
-    head = f"{found.runs} runs of {Path(runs).name}"
-    lines = [
-        f"# Calibrated by `ironlaw calibrate` on {head}. Mean error of step time:",
-        f"# {100 * found.error_before:.1f}% before, {100 * found.error_in_sample:.1f}% on these runs,",
-        f"# {100 * found.error_left_out:.1f}% with each run left out.",
-        "",
-        f"source = {json.dumps(f'calibrated on {head}')}",
-        "",
-        "# conventions",
-    ]
-    for field in fields(TrainingEngine):
-        value = getattr(engine, field.name)
-        if field.name in skipped or value == getattr(plain, field.name):
-            continue
-        lines.append(f"{field.name} = {json.dumps(value)}  # {_words(field.name)}")
-    lines += ["", "# calibrated"]
-    for constant in found.constants:
-        value = float(f"{constant.after:.5g}")
-        lines.append(f"{constant.name} = {value}  # {_words(constant.name)}; was {constant.before:.4g}")
-    for generation, entries in sorted(engine.by_generation.items()):
-        lines += ["", f"[by_generation.{generation}]"]
-        lines += [f"{key} = {json.dumps(value)}" for key, value in entries.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _words(key: str) -> str:
-    unit, meaning = MEANING.get(key, ("", "convention of the engine"))
-    return f"{unit}; {meaning}" if unit else meaning

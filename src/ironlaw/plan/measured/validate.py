@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -82,62 +82,52 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
 
 def settled(runs: Sequence[Run]) -> list[Run]:
     """Return the runs with open settings chosen by what fits: sharded weights, micro-batch, recomputation."""
-    for name, attempts in (("zero", _sharding), ("micro_batch", _micro_batch), ("recompute", _recomputation)):
+    for name in ("zero", "micro_batch", "recompute"):
         result = list(runs)
         for where, indices in systems_of(runs):
             unsaid = [i for i in indices if name in runs[i].open]
-            for change, notes in attempts(where.engine):
-                if not unsaid:
-                    break
+            choices = {i: _choices_of(name, runs[i].job, where.engine) for i in unsaid}
+            while unsaid and choices[unsaid[0]]:  # the first choice that fits is taken, else the last
                 for i in unsaid:
-                    assumed, still = (*runs[i].assumed, *notes), runs[i].open - {name}
-                    result[i] = replace(runs[i], job=change(runs[i].job), assumed=assumed, open=still)
+                    job, notes = choices[i].pop(0)
+                    assumed = (*runs[i].assumed, *notes)
+                    result[i] = replace(runs[i], job=job, assumed=assumed, open=runs[i].open - {name})
                 peak = peak_memory(candidates_of_jobs([result[i].job for i in unsaid]), where.engine).total
                 unsaid = [i for i, held in zip(unsaid, peak, strict=True) if held > usable_bytes(where)]
         runs = result
     return list(runs)
 
 
-Attempt = tuple[Callable[[TrainingJob], TrainingJob], tuple[str, ...]]
-"""A change of a job, and the notes of the assumption. The first attempt that fits is taken, else the last."""
+def _choices_of(name: str, job: TrainingJob, engine: TrainingEngine) -> list[tuple[TrainingJob, tuple[str, ...]]]:
+    """Return the job with each choice of an open setting, from the fastest to that of the least memory, with notes."""
+    choices: dict[str, dict[str, Any]]
+    if name == "zero":  # pipelines keep their weights whole, which all micro-batches of a step use in turn
+        more = {"zero": 3 if job.layout.pp == 1 else 2}
+        choices = {"": {}, "zero = 3, in pipelines 2, for with less sharding the run would not fit": more}
+    elif name == "micro_batch":  # without a pipeline, fewer and larger ones are never slower; above 8 little changes
+        choices = {
+            f"micro_batch = {most} at most" + ", for with more the run would not fit" * (most < 8): {
+                "micro_batch": math.gcd(most, int(job.global_batch) // job.layout.dp)
+            }
+            for most in (8, 4, 2, 1)
+        }
+    else:
+        choices = {"recompute = none": {"recompute": "none"}}
+        if engine.recomputes_by_block:  # assumed tuned: no more blocks than necessary
+            choices |= {
+                f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit": {
+                    "recompute": "full", "every": 8 / eighths,
+                }
+                for eighths in range(1, 8)
+            }  # fmt: skip
+        for word in ("selective", "full") if engine.recomputes_selectively else ("full",):
+            choices[f"recompute = {word}, for without it the run would not fit"] = {"recompute": word}
+    return [(_in_layout(job, **changes), (note,) if note else ()) for note, changes in choices.items()]
 
 
-def in_layout(every: float | None = None, **changes: Any) -> Callable[[TrainingJob], TrainingJob]:
-    """Return a function that changes some fields of a job's layout."""
-    return lambda job: replace(job, layout=replace(job.layout, **changes), every=every)
-
-
-def _sharding(engine: TrainingEngine) -> Iterator[Attempt]:
-    """Yield shardings. Pipelines keep their weights whole, which all micro-batches of a step use in turn."""
-
-    def more(job: TrainingJob) -> TrainingJob:
-        return in_layout(zero=3 if job.layout.pp == 1 else 2)(job)
-
-    yield in_layout(), ()
-    yield more, ("zero = 3, in pipelines 2, for with less sharding the run would not fit",)
-
-
-def _micro_batch(engine: TrainingEngine) -> Iterator[Attempt]:
-    """Yield micro-batches. Without a pipeline, fewer and larger ones are never slower; above eight little changes."""
-    for most in (8, 4, 2, 1):
-
-        def change(job: TrainingJob, most: int = most) -> TrainingJob:
-            return in_layout(micro_batch=math.gcd(most, int(job.global_batch) // job.layout.dp))(job)
-
-        why = "" if most == 8 else ", for with more the run would not fit"
-        yield change, (f"micro_batch = {most} at most{why}",)
-
-
-def _recomputation(engine: TrainingEngine) -> Iterator[Attempt]:
-    """Yield recomputations. Engines that recompute by block are assumed tuned: no more blocks than necessary."""
-    yield in_layout(recompute="none"), ("recompute = none",)
-    if engine.recomputes_by_block:
-        for eighths in range(1, 8):
-            least = f"recompute = full in {eighths} of 8 blocks, for with less the run would not fit"
-            yield in_layout(8 / eighths, recompute="full"), (least,)
-    if engine.recomputes_selectively:
-        yield in_layout(recompute="selective"), ("recompute = selective, for without it the run would not fit",)
-    yield in_layout(recompute="full"), ("recompute = full, for without it the run would not fit",)
+def _in_layout(job: TrainingJob, every: float | None = None, **changes: Any) -> TrainingJob:
+    """Return the job with some fields of its layout changed."""
+    return replace(job, layout=replace(job.layout, **changes), every=every)
 
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
@@ -155,7 +145,7 @@ def with_alternative(run: Run, other: Alternative) -> Run:
         values: dict[str, Any] = dict(other.constants)
         on = {g: dict(of) | values for g, of in engine.by_generation.items()}
         engine = replace(engine, name=f"{engine.name} alternatives", by_generation=on, **values)
-    return replace(run, engine=engine, job=replace(in_layout(run.job.every, **other.layout)(run.job), **other.job))
+    return replace(run, engine=engine, job=replace(_in_layout(run.job, run.job.every, **other.layout), **other.job))
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:

@@ -20,7 +20,6 @@ from ironlaw.catalog.accelerators import accelerator, accelerator_names
 from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
-from ironlaw.plan.emit.trainers import trainer_named
 from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, settle
 from ironlaw.plan.requests.advice import MOST_ACCELERATORS, fastest
 from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
@@ -82,14 +81,13 @@ class _Decoder:
 
     def flops_per_second(self, kind: Cluster) -> float:
         """Returns the peak that products run at. Raises UserError for hardware that cannot be planned."""
-        request = request_of(self.requested, kind, None, self.work, self.options, [])
+        request = request_of(self.requested, kind, self.work, self.options)
         return request.system.hardware.peak(request.precision)
 
     def offer(self, cluster: Cluster, usd_per_hour: float) -> Offer | None:
         """Returns the fastest layout, if one fits; not those that offload, as no measured run backs their time."""
-        request = request_of(self.requested, cluster, None, self.work, self.options, [])
-        trainer = trainer_named(self.options.emit) if self.options.emit else None
-        for name in tried_in_turn(software_for(self.options.engine, trainer, cluster.accelerator)):
+        request = request_of(self.requested, cluster, self.work, self.options)
+        for name in tried_in_turn(software_for(self.options, cluster.accelerator)):
             found = fastest(replace(request, engine=name))
             if found is not None and found.layout.offload == "none":
                 step = found.step_seconds
@@ -97,7 +95,7 @@ class _Decoder:
         return None
 
     def plan(self, cluster: Cluster) -> PlanOutcome:
-        return plan_work(self.requested, cluster, None, self.work, self.options, [])
+        return plan_work(self.requested, cluster, self.work, self.options)
 
 
 class _Adapters:
@@ -178,7 +176,7 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
     limits, asked, refusal = run.options.limits, list[tuple[float, float, float, Cluster]](), None
     model = run.requested.model
     for kind in kinds:
-        rent = hourly_rent(kind, run.options.prices)
+        rent = hourly_rent(kind.accelerator, run.options.prices.usd_per_hour, kind.node.name)
         if rent is None:
             ruled_out["without a known price"] += 1
             continue

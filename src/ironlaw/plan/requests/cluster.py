@@ -21,8 +21,8 @@ from ironlaw.plan.cluster.estimate import DEFAULT_ENGINE, ClusterPlan, ClusterRe
 from ironlaw.plan.cluster.intervals import DEFAULT_ON, checked_runs, evidence
 from ironlaw.plan.cluster.layout_space import UNITS, engines_for, lacking
 from ironlaw.plan.cluster.search import RankedLayout, SearchResult, search
-from ironlaw.plan.cluster.system import ClusterSystem, update_cost, usable_bytes
-from ironlaw.plan.emit.trainers import TrainerOptions, emit, trainer_named
+from ironlaw.plan.cluster.system import update_cost, usable_bytes
+from ironlaw.plan.emit.trainers import emit, trainer_named
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
@@ -44,29 +44,27 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
     work = settle(requested.model, options, cluster.count, config)
-    return plan_work(requested, cluster, layout, work, options, assumed)
+    work.assumed += assumed
+    return plan_work(requested, cluster, work, options, layout)
 
 
 def plan_work(
-    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
-    assumed: list[Assumption],
-) -> PlanOutcome:  # fmt: skip
-    """Plans the work on a cluster, in the layout if one is given; `assumed`: what was, of the cluster."""
-    request = request_of(requested, cluster, layout, work, options, assumed)
-    trainer = trainer_named(options.emit) if options.emit else None
-    request, answer = result_under(request, software_for(options.engine, trainer, cluster.accelerator))
-    if trainer and answer.fits and answer.layout:
-        answer.more["emit"] = emit(trainer.name, request, answer.layout)
+    requested: RequestedModel, cluster: Cluster, work: Work, options: Options, layout: Layout | None = None
+) -> PlanOutcome:
+    """Plans the work on a cluster, in the layout if one is given."""
+    request = request_of(requested, cluster, work, options, layout)
+    request, answer = _plan_in_turn(request, software_for(options, cluster.accelerator))
+    if options.emit and answer.fits and answer.layout:
+        answer.more["emit"] = emit(options.emit, request, answer.layout)
     return answer.held_to(options.limits)
 
 
 def request_of(
-    requested: RequestedModel, cluster: Cluster, layout: Layout | None, work: Work, options: Options,
-    assumed: Sequence[Assumption],
-) -> ClusterRequest:  # fmt: skip
+    requested: RequestedModel, cluster: Cluster, work: Work, options: Options, layout: Layout | None = None
+) -> ClusterRequest:
     """Returns the request, under no software yet. Raises UserError for a precision without a rate, or a layout that
     the trainer of `--emit` refuses."""
-    config, assumed = requested.config, [*assumed, *assumed_network(cluster)]
+    config, assumed = requested.config, [*work.assumed, *assumed_network(cluster)]
     precision = _precision(requested, cluster.accelerator, options, assumed)
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"
@@ -84,10 +82,11 @@ def request_of(
                "[recompute]": config.recompute.mode != "none"}  # fmt: skip
         if said := " and ".join(key for key, value in own.items() if value):
             assumed.append(Assumption("layout", "searched", f"the config's {said} is for its own devices", "--layout"))
-    optimizer = _optimizer(requested, options)
+    optimizer = options.optimizer or (config.optimizer.name if config else "adamw")
     request = ClusterRequest(
-        requested.model, cluster, work.sequence, work.global_batch, precision, optimizer=optimizer, config=config,
-        steps=work.steps, assumed=work.assumed + assumed, prices=options.prices, layout=layout,
+        requested.model, cluster, work.sequence, work.global_batch, precision,
+        optimizer=update_cost(optimizer, requested.model).name, config=config, steps=work.steps, assumed=assumed,
+        prices=options.prices, layout=layout,
     )  # fmt: skip
     if options.emit is None:
         return request
@@ -95,7 +94,7 @@ def request_of(
     trainer.check(request, layout)
 
     def excluded(candidate: Layout) -> str | None:
-        reason = trainer.cannot(candidate, requested.model, optimizer)
+        reason = trainer.cannot(candidate, requested.model, request.optimizer)
         return f"{trainer.name}: {reason}" if reason else None
 
     return replace(request, excluded=excluded)
@@ -121,14 +120,6 @@ def _precision(requested: RequestedModel, acc: Accelerator, options: Options, as
     return said
 
 
-def _optimizer(requested: RequestedModel, options: Options) -> str:
-    """Returns the given optimizer, else the config's, else AdamW."""
-    said = options.optimizer or (requested.config.optimizer.name if requested.config else None)
-    if said is None:
-        return "adamw"
-    return update_cost(said, requested.model).name
-
-
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
@@ -139,24 +130,23 @@ MODEL_PARALLEL = {"tp", "pp"}
 """Parallelism that large models need: if an engine lacks it, the next one is tried too."""
 
 
-def software_for(said: str | None, trainer: TrainerOptions | None, acc: Accelerator) -> list[Assumption]:
+def software_for(options: Options, acc: Accelerator) -> list[Assumption]:
     """Returns the engines to plan with, in order of preference; a given engine is the only one, without a reason."""
-    if said is not None:
-        return [Assumption("engine", engine_named(said).name, "", "--engine")]
-    usual = (DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning")
-    found = []
-    if trainer:
-        found.append((trainer.engine, f"whose constants describe {trainer.name}"))
+    if options.engine is not None:
+        return [Assumption("engine", engine_named(options.engine).name, "", "--engine")]
+    found = {}
+    if options.emit:
+        trainer = trainer_named(options.emit)
+        found[trainer.engine] = f"whose constants describe {trainer.name}"
     elif known := DEFAULT_ON.get(acc.generation):
-        found.append((known, f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"))
+        found[known] = f"checked on {checked_runs()[known][acc.generation]} runs on {acc.generation}"
     elif acc.vendor == "google":
-        found.append(("maxtext", "JAX, which runs on TPUs; no run of it set a constant"))
-    elif acc.vendor != "nvidia":
-        found.append((GENERIC, f"no runs on {acc.generation} are known"))
-    if acc.vendor == "nvidia" and usual not in found:
-        found.append(usual)
-    found.append((GENERIC, "no software that is known has all of it"))
-    return [Assumption("engine", name, reason, "--engine") for name, reason in dict(found).items()]
+        found["maxtext"] = "JAX, which runs on TPUs; no run of it set a constant"
+    if acc.vendor == "nvidia":
+        found.setdefault(DEFAULT_ENGINE, "today's Megatron core in NVIDIA's tuning")
+    unknown = "no software that is known has all of it" if found else f"no runs on {acc.generation} are known"
+    found[GENERIC] = unknown
+    return [Assumption("engine", name, reason, "--engine") for name, reason in found.items()]
 
 
 def _may_pass(engine: TrainingEngine) -> bool:
@@ -170,7 +160,7 @@ def tried_in_turn(software: Sequence[Assumption]) -> list[str]:
     return [name for number, name in enumerate(names) if all(_may_pass(engine_named(one)) for one in names[:number])]
 
 
-def result_under(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
+def _plan_in_turn(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """Returns the answer for the first engine that runs the given layout, or has one that fits. UserError if none."""
     passed: list[str] = []
     for position, assumption in enumerate(software):
@@ -205,7 +195,7 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
     """Plans the same work for other engines, in the chosen layout, or in their own best if they cannot run it."""
     layout, found = answer.layout, list[dict[str, Any]]()
     assert layout is not None
-    for name in list(evidence(request.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
+    for name in list(evidence(request.system.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
         other = replace(request, engine=name)
         with suppress(UserError):
             if not lacking(engine_named(name), layout):
@@ -233,13 +223,14 @@ SIMPLE_AT_MOST = 1.01
 
 def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     """Plans the given layout, or searches for the best one. Raises UserError if no layout can be formed."""
-    found = _ranking(request) if request.layout is None else None
-    where = request.system
-    if found is not None:
-        layout, plan, choice = _best_layout(request, found, usable_bytes(where))
-    else:
-        assert request.layout is not None
-        layout, plan, choice = request.layout, plan_cluster(request, request.layout), "given"
+    where, layout, choice, found = request.system, request.layout, "given", None
+    if layout is None:
+        found = _ranking(request)
+        ranked, choice = chosen(request, found)
+        layout = ranked.layout
+        if layout.offload != "none" and found.best:
+            choice = "nothing fits without offloading to the host, whose time no measured run backs"
+    plan = plan_cluster(request, layout)
     if plan.recompute_choice:
         layout, choice = plan.layout, plan.recompute_choice
     ledger = plan.ledger
@@ -248,7 +239,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "cluster": _cluster(request),
         "work": _work(request),
         "precision": request.precision,
-        "engine": evidence(request.engine, request.cluster.accelerator.generation),
+        "engine": evidence(where.engine, request.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in request.assumed],
         "candidates": [_candidate(request, candidate) for candidate in _different(found.best, layout)] if found else [],
         "ruled_out": {
@@ -258,7 +249,11 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
     }
-    _add_totals(request, layout, ledger, where)
+    step = ledger.totals["step_seconds"]
+    peak = where.hardware.peak(request.precision) * request.cluster.count
+    shares = where.engine.selective_shares
+    ledger.totals |= other_conventions(request.model, request.candidates([layout]), step, peak, shares)
+    ledger.totals["total_seconds"] = run_seconds(step, request.steps)
     if plan.fits:
         more |= _when_it_fits(request, layout, ledger, found, plan.outcome.limit_bytes)
         more["margin"]["choice"] = choice
@@ -271,16 +266,7 @@ def _ranking(request: ClusterRequest) -> SearchResult:
     return search(request, keep=NO_RECOMPUTATION if request.system.engine.fused else WALKED)
 
 
-def _best_layout(request: ClusterRequest, found: SearchResult, limit: float) -> tuple[Layout, ClusterPlan, str]:
-    """Returns the chosen layout, its plan and the reason for the choice."""
-    candidate, choice = chosen(request, found, limit)
-    plan = plan_cluster(request, candidate.layout)
-    if candidate.layout.offload != "none" and found.best:
-        choice = "nothing fits without offloading to the host, whose time no measured run backs"
-    return candidate.layout, plan, choice
-
-
-def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> tuple[RankedLayout, str]:
+def chosen(request: ClusterRequest, found: SearchResult) -> tuple[RankedLayout, str]:
     """Returns the recommended layout and the reason: the fastest, unless a safer or simpler one is almost as fast.
 
     Running out of memory after a day in the queue costs more than a percent of speed. If none fits: the nearest miss.
@@ -294,7 +280,7 @@ def chosen(request: ClusterRequest, found: SearchResult, limit_bytes: float) -> 
         return fastest, "fastest"
     near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
     upper = bounded(1.0, "memory", request, "").high or 1.0
-    safe = [c for c in near if c.peak_bytes * upper <= limit_bytes]
+    safe = [c for c in near if c.peak_bytes * upper <= usable_bytes(request.system)]
     best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
     if fastest.layout == best.layout:
         return fastest, "fastest"
@@ -305,15 +291,6 @@ def _kinds(layout: Layout) -> int:
     """Counts the kinds of parallelism besides data parallelism, hybrid sharding, and schedules other than 1F1B."""
     degrees = sum(degree > 1 for degree in (layout.tp, layout.pp, layout.cp, layout.virtual_stages))
     return degrees + (layout.shard is not None) + (layout.schedule != "1f1b")
-
-
-def _add_totals(request: ClusterRequest, layout: Layout, ledger: Ledger, where: ClusterSystem) -> None:
-    """Adds the total time and the other conventions of MFU to the ledger."""
-    step = ledger.totals["step_seconds"]
-    candidates = request.candidates([layout])
-    peak = where.hardware.peak(request.precision) * request.cluster.count
-    ledger.totals |= other_conventions(request.model, candidates, step, peak, where.engine.selective_shares)
-    ledger.totals["total_seconds"] = run_seconds(step, request.steps)
 
 
 def _when_it_fits(
@@ -346,7 +323,7 @@ def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, A
     if request.layout is not None:
         found = _ranking(request)
         if found.best:
-            return more | {"would_fit": [f'--layout "{chosen(request, found, limit)[0].layout}"']}
+            return more | {"would_fit": [f'--layout "{chosen(request, found)[0].layout}"']}
     return more | {"would_fit": would_fit(request)}
 
 
@@ -386,7 +363,7 @@ def _work(request: ClusterRequest) -> dict[str, Any]:
 
 
 def _candidate(request: ClusterRequest, candidate: RankedLayout) -> dict[str, Any]:
-    step = bounded(candidate.step_seconds, "time", request, f"engine {request.engine}")
+    step = bounded(candidate.step_seconds, "time", request, f"engine {request.system.engine.name}")
     peak = bounded(candidate.peak_bytes, "memory", request, "highest stage")
     tokens = Estimate(request.tokens_per_step / step.value, step.origin, "tokens per step / step time")
     return {

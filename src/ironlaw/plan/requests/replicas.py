@@ -16,6 +16,7 @@ from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on, pl
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import (
     ANY,
+    BY_TRACING,
     REPLICATED,
     TRACED,
     Assumption,
@@ -43,7 +44,8 @@ def _outcome(
     ledger: Ledger, cluster: Cluster | None, steps: int | None, options: Options, assumed: Iterable[Assumption]
 ) -> PlanOutcome:
     """Returns the plan with the time and the costs of `steps` steps, if they are known."""
-    answer = PlanOutcome.of(ledger, assumed)
+    traced = (Assumption(*one) for one in ledger.facts.get("assumed", ()))
+    answer = PlanOutcome.of(ledger, [*assumed, *traced])
     if steps is None:
         if options.limits or any(value is not None for value in vars(options.prices).values()):
             raise UserError("prices, --grid, --pue and limits are for a whole run: add --steps")
@@ -69,7 +71,6 @@ def plan_traced(spec: str, on: str, options: Options) -> PlanOutcome:
         resolve_module(spec), read_inputs(options.inputs), cluster or on, name=spec, real=options.real or None,
         precision=options.precision or "auto", layout=layout, optimizer=options.optimizer or "adamw",
     )  # fmt: skip
-    assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
     return _outcome(ledger, cluster, options.steps, options, assumed)
 
 
@@ -100,17 +101,7 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
         build, context = causal_decoder(path)
     except (UserError, ValueError, OSError) as error:
         raise UserError(f"{refusal} ({error}); {own}") from None
-    unread = (
-        "ranks",
-        "emit",
-        "engine",
-        "tokens",
-        *(() if on != "this" else ("layout", "network", "per_node", "steps")),
-    )
-    if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]:
-        raise UserError(
-            f"{refusal}; by tracing one step is planned, on replicas alone: leave {' and '.join(given)} out"
-        )
+    options.refuse_beside(TRACED, BY_TRACING, *([REPLICATED] if on != "this" else []))
     cluster, layout, assumed = replicas_asked(on, options)
     rounds = (cluster.count if cluster else 1) * ((layout and layout.accumulation) or 1)
     sequence = options.sequence or min(context or USUAL_SEQUENCE, USUAL_SEQUENCE)
@@ -125,8 +116,7 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
         layout=layout, optimizer=options.optimizer or "adamw",
     )  # fmt: skip
     kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
-    assumed += [Assumption("planned by", "tracing", f"{refusal}; {kind}", "")]
-    assumed += [Assumption(*one) for one in ledger.facts["assumed"]]
+    assumed.append(Assumption("planned by", "tracing", f"{refusal}; {kind}", ""))
     assumed += assume_unsaid(
         "a first try",
         ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),

@@ -15,10 +15,9 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from ironlaw.catalog.formats import stored_format
-from ironlaw.catalog.money import price
 from ironlaw.errors import UserError, words_of
 from ironlaw.model.config import ModelConfig
-from ironlaw.plan.budget import COMPUTING_SHARE
+from ironlaw.plan.budget import COMPUTING_SHARE, hourly_rent
 from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome, assume_accelerator
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, interval, plan_serving
@@ -64,12 +63,9 @@ class Candidate:
 
 
 def usd_per_hour(device: Accelerator, given: float | None = None) -> float | None:
-    """Return the given price of one device, else its lowest catalogued rent, else None."""
-    if given is not None:
-        return given
-    known = price(device)
-    asked = known.rent_range if known else None
-    return asked[0] if asked else None
+    """Return the `hourly_rent` of one device in USD, None if it is not known."""
+    rent = hourly_rent(device, given)
+    return None if rent is None else float(rent["usd_per_hour"])
 
 
 def usd_per_million(usd_per_hour: float | None, tokens_per_second: float) -> float | None:
@@ -321,5 +317,5 @@ def _cost(served: Served, tokens_per_second: float, price: float | None) -> dict
         "usd_per_hour": dollars,
         "usd_per_million_tokens": usd_per_million(dollars, tokens_per_second),
         "joules_per_million_tokens": joules,
-        "source": "--price-per-hour" if price else "lowest catalogued rent",
+        "source": "--price-per-hour" if price else "latest catalogued rent",
     }

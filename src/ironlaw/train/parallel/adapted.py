@@ -81,7 +81,7 @@ def _by_inputs(layer: Linear, mesh: DeviceMesh, rank: int) -> None:
 
 def _keep(layer: Linear, rows: Tensor | None, columns: slice) -> None:
     if isinstance(layer, FrozenLinear):
-        layer.keep_part(rows, columns)
+        layer.shard(rows, columns)
         return
     weight = layer.weight.detach()[:, columns]
     layer.weight = nn.Parameter(weight.clone() if rows is None else weight[rows], requires_grad=False)

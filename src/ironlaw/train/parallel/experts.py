@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
@@ -81,47 +82,23 @@ class SharedPeers(Peers):
         here = there.clone()  # rows to receive: (source rank, expert here)
         dist.all_to_all_single(here, there.contiguous(), group=self.exchanging)
         sent, received = there.sum(1).tolist(), here.sum(1).tolist()
-        arrived: Tensor = _Exchange.apply(rows, received, sent, self.exchanging)
+        arrived = all_to_all_single_autograd(rows, received, sent, self.exchanging)
         expert = torch.arange(here.shape[1], device=rows.device).repeat(ep).repeat_interleave(here.flatten())
         order = expert.argsort(stable=True)
         back = inverse(order)
         computed = super().compute(experts, _Permute.apply(arrived, order, back), here.sum(0))
-        return _Exchange.apply(_Permute.apply(computed, back, order), sent, received, self.exchanging)
+        returned = _Permute.apply(computed, back, order)
+        return all_to_all_single_autograd(returned, sent, received, self.exchanging)
 
     def _fixed(self, experts: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute rows (E, C, H) with a capacity: every rank has C rows for every expert."""
         assert self.exchanging is not None
         ep, (count, capacity, hidden) = self.exchanging.size(), rows.shape
-        arrived: Tensor = _Exchange.apply(rows, None, None, self.exchanging)
+        arrived = all_to_all_single_autograd(rows, None, None, self.exchanging)
         by_expert = arrived.view(ep, count // ep, capacity, hidden).transpose(0, 1).reshape(count // ep, -1, hidden)
         computed = super().compute(experts, by_expert, counts)
         by_rank = computed.view(count // ep, ep, capacity, hidden).transpose(0, 1).reshape(count, capacity, hidden)
-        return _Exchange.apply(by_rank, None, None, self.exchanging)
-
-
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows. The backward pass is the reverse one. Sizes are per rank, or None for equal parts."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return _all_to_all(rows, received, sent, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        received, sent = ctx.sizes
-        return _all_to_all(gradients[0], received, sent, ctx.group), None, None, None
-
-
-def _all_to_all(
-    rows: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup
-) -> Tensor:  # fmt: skip
-    shape = rows.shape if received is None else (sum(received), *rows.shape[1:])
-    out = rows.new_empty(shape)
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
+        return all_to_all_single_autograd(by_rank.contiguous(), None, None, self.exchanging)
 
 
 class _Permute(torch.autograd.Function):

@@ -30,8 +30,8 @@ from ironlaw.package import __version__
 from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
-from ironlaw.train.parallel.planning import broadcast_choice, plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout, sites_of, start, usable
+from ironlaw.train.parallel.planning import plan_job
+from ironlaw.train.parallel.ranks import Ranks, check, form_group, on_rank_0, planned_layout, sites_of, start, usable
 from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
@@ -176,15 +176,15 @@ def job(
     rendezvous = join()
     fewer = elastic and (resume or rendezvous.restarted)
     used = _quietly(lambda: usable(config, size)) if fewer else size
-    if rendezvous.rank < used and planned and choose is not None:
-        config = broadcast_choice(rendezvous.store, rendezvous.rank, lambda: _chosen(choose, written, config, used))
-    layout = _quietly(lambda: check(config, used))
     if rendezvous.rank >= used:
         stand_by(rendezvous)
         raise SystemExit(0)
     try:
-        timeout = config.recovery.collective_seconds + SPARE_SECONDS
-        ranks = start(layout, timeout, rendezvous=rendezvous, size=used, sites=sites_of(config, layout))
+        form_group(rendezvous, used, config.recovery.collective_seconds + SPARE_SECONDS)
+        if planned and choose is not None:
+            config = on_rank_0(partial(_chosen, choose, written, config, used))
+        layout = on_rank_0(partial(check, config, used))
+        ranks = start(layout, sites_of(config, layout))
         check_alike(ranks, rank_facts(config))
         yield RankJob(config, ranks, rendezvous)
         if ranks.is_rank_0:

@@ -23,6 +23,7 @@ from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
 from ironlaw.train.mesh import Observer, StepResult
+from ironlaw.train.parallel import flight_recorder
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.straggler import StragglerDetector
@@ -41,6 +42,7 @@ class RankObserver(Observer):
         stages = [rank // per_stage for rank in range(ranks.size)]
         self.stragglers = StragglerDetector(stages, config.recovery.straggler_threshold)
         self._by_rank: list[dict[str, Any]] = []
+        self._own_seconds = self._wall_seconds = 0.0  # of the steps since the last comparison of ranks
         self._first_ended_ns = 0  # end of the first profiled step
         self.peak_bytes: int | None = None  # of tensors, within one step
         self._entered = contextlib.ExitStack()
@@ -56,8 +58,12 @@ class RankObserver(Observer):
     @contextmanager
     def step(self, number: int, clock: StepClock) -> Iterator[None]:
         self.watcher.step = number
-        with self.traffic.counting(clock), self.watcher.local_work.step():
+        began = time.perf_counter()
+        with self.traffic.counting(clock):
             yield
+        wall = time.perf_counter() - began
+        self._wall_seconds += wall
+        self._own_seconds += wall - sum(clock.times.waited_seconds.values())
         self._first_ended_ns = self._first_ended_ns or time.time_ns()
 
     @contextmanager
@@ -87,7 +93,10 @@ class RankObserver(Observer):
         """Return wall seconds per rank since the last comparison, then a list by rank with only this rank's own."""
         if not self._comparing(number):
             return []
-        own, wall = self.watcher.local_work.take()
+        own, wall = self._own_seconds, self._wall_seconds
+        self._own_seconds = self._wall_seconds = 0.0
+        if self.ranks.device.type == "cuda":  # the host does not wait for collectives, the device does
+            own = max(0.0, wall - flight_recorder.kernel_seconds())
         rank, size = self.ranks.rank, self.ranks.size
         return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ironlaw.catalog.nodes import Cluster, node
-from ironlaw.config import LayoutConfig, RunConfig, build_config
+from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import Link, RankCosts, RankFabric, load_costs, save_costs
 from ironlaw.machine.measure_links import measure_links
 from ironlaw.machine.profile import Profile
-from ironlaw.plan.cluster.estimate import ClusterPlan, ClusterStep, plan_cluster
+from ironlaw.plan.cluster.estimate import ClusterPlan, ClusterRequest, plan_cluster
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
@@ -35,7 +32,6 @@ from ironlaw.workload.sections import Recompute
 
 SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
-CHOICE_KEY, CHOOSING_SECONDS = "planned layout", 900.0  # may include measuring the machine
 
 
 def costs_here(profile: Profile) -> RankCosts:
@@ -95,12 +91,12 @@ def _accelerators(profile: Profile, size: int, per_host: int | None) -> tuple[Cl
     return Cluster(acc, size, usual if per_host is None else resized(usual, per_host)), assumed
 
 
-def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterStep:
+def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterRequest:
     ours = engine("ironlaw")
     if config.communication.gradients == "bf16":
         ours = replace(ours, gradient_communication_bytes=2.0)
     batch = config.train.global_batch
-    return ClusterStep(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
+    return ClusterRequest(config.model, cluster, config.sequence, batch, precision, ours, config.optimizer.name)
 
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
@@ -171,20 +167,3 @@ def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
     words = {name: getattr(layout, name) for name in LayoutConfig.model_fields if hasattr(layout, name)}
     train = config.train.model_copy(update={"micro_batch": layout.micro_batch})
     return config.model_copy(update={"layout": LayoutConfig(**words), "train": train})
-
-
-def broadcast_choice(store: dist.Store, rank: int, choose: Callable[[], RunConfig]) -> RunConfig:
-    """Return rank 0's choice on every rank, before there is a process group. A UserError on rank 0 ends all ranks."""
-    if rank:
-        store.wait([CHOICE_KEY], datetime.timedelta(seconds=CHOOSING_SECONDS))
-        reply = store.get(CHOICE_KEY).decode()
-        if not reply:
-            raise SystemExit(2)
-        return build_config(json.loads(reply))
-    try:
-        reply = json.dumps(choose().model_dump(mode="json", exclude_none=True))
-    except UserError:
-        store.set(CHOICE_KEY, "")
-        raise
-    store.set(CHOICE_KEY, reply)
-    return build_config(json.loads(reply))

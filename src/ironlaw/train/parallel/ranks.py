@@ -24,7 +24,7 @@ from ironlaw.schema import Refusals, refuse
 from ironlaw.train.mesh import Mesh, Result
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel import flight_recorder
-from ironlaw.train.parallel.rendezvous import TIMEOUT_SECONDS, Rendezvous, join
+from ironlaw.train.parallel.rendezvous import Rendezvous
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
 
@@ -73,20 +73,7 @@ class Ranks(Mesh):
     # -- collectives -----------------------------------------------------------------------------------------
 
     def on_rank_0(self, function: Callable[[], Result]) -> Result:
-        """Call `function` on rank 0. If it raises UserError, rank 0 does too, and the other ranks exit silently."""
-        reply: list[Any] = [None, None]
-        error: UserError | None = None
-        if self.is_rank_0:
-            try:
-                reply = [function(), None]
-            except UserError as problem:
-                error, reply = problem, [None, str(problem)]
-        dist.broadcast_object_list(reply, group=_patient(dist.group.WORLD))
-        if error is not None:
-            raise error
-        if reply[1] is not None:
-            raise SystemExit(2)
-        return reply[0]
+        return on_rank_0(function)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -107,6 +94,23 @@ class Ranks(Mesh):
         """Return the number of threads of a rank; ranks of one machine share its cores."""
         here = torchrun_integer("LOCAL_WORLD_SIZE")
         return min(usable_threads(), max(1, profile.threads // here))
+
+
+def on_rank_0(function: Callable[[], Result]) -> Result:
+    """Call `function` on rank 0. If it raises UserError, rank 0 does too, and the other ranks exit silently."""
+    reply: list[Any] = [None, False]
+    error: UserError | None = None
+    if dist.get_rank() == 0:
+        try:
+            reply[0] = function()
+        except UserError as problem:
+            error, reply[1] = problem, True
+    dist.broadcast_object_list(reply, group=_patient(dist.group.WORLD))
+    if error is not None:
+        raise error
+    if reply[1]:
+        raise SystemExit(2)
+    return reply[0]
 
 
 PATIENCE = datetime.timedelta(days=7)
@@ -219,25 +223,20 @@ def usable(config: RunConfig, size: int) -> int:
     raise first
 
 
-def start(
-    config: LayoutConfig, timeout_seconds: float = TIMEOUT_SECONDS, rendezvous: Rendezvous | None = None, size: int = 0,
-    sites: int = 1,
-) -> Ranks:  # fmt: skip
-    """Join the job that torchrun started (or use the existing process group) and create the mesh.
+def form_group(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> None:
+    """Create the process group of the first `size` ranks that have met."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
+    flight_recorder.switch_on()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds),
+        rank=rendezvous.rank, world_size=size, store=rendezvous.store,
+    )  # fmt: skip
 
-    `rendezvous`: the ranks have met already; its first `size` ranks take part.
-    """
-    if not dist.is_initialized():
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        flight_recorder.switch_on()
-        rendezvous = rendezvous or join(timeout_seconds)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout, rank=rendezvous.rank,
-            world_size=size or rendezvous.size, store=rendezvous.store,
-        )  # fmt: skip
+
+def start(config: LayoutConfig, sites: int = 1) -> Ranks:
+    """Create the mesh of the process group's ranks."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
     size = dist.get_world_size()

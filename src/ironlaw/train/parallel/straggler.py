@@ -1,70 +1,18 @@
-"""Detects ranks that are slower than the others: measures how long each works by itself, and finds outliers.
+"""Finds ranks that are slower than the others.
 
 In a step with collectives every rank takes as long as the slowest; ranks differ in the time they spend waiting. A
-rank's own time is the step's minus the time its training thread sleeps in communication. On CPUs the kernel counts a
-thread's time on a core and in the queue for one. It sleeps for the rest, and the watcher's samples estimate how much of
-that was outside PyTorch (reading data, stopped, swapped). On CUDA the host cannot observe the waiting: own time is the
-step's minus that of NCCL's kernels, from the flight recorder. Linux only.
+rank's own time is the step's without its waits for other ranks (`observer.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ironlaw.train.recovery import SIGMA
 
 CERTAIN_SIGMAS = 4.0  # robust standard deviations above the median
-
-
-class LocalWorkTimer:
-    """Own seconds of the thread that creates it, summed over steps. `outside_seconds`: asleep elsewhere, sampled."""
-
-    def __init__(self, kernels: Callable[[], float] | None = None) -> None:
-        """`kernels` returns the seconds of the device's collectives since its last call, if the host does not wait."""
-        self._kernels = kernels
-        self.seconds = self.wall_seconds = 0.0
-        self.outside_seconds = 0.0
-        self.inside = False
-        self._file: int | None = None
-        with contextlib.suppress(OSError):
-            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-
-    @property
-    def known(self) -> bool:
-        return self._file is not None
-
-    def awake_seconds(self) -> float:
-        """Return the seconds on a core or in the queue for one, since the thread began."""
-        assert self._file is not None
-        running, queued, _ = os.pread(self._file, 100, 0).split()
-        return (int(running) + int(queued)) / 1e9
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        if self._file is None:
-            yield
-            return
-        began, awake, self.outside_seconds = time.perf_counter(), self.awake_seconds(), 0.0
-        self.inside = True
-        yield
-        self.inside = False
-        wall = time.perf_counter() - began
-        self.wall_seconds += wall
-        self.seconds += min(wall, self.awake_seconds() - awake + self.outside_seconds)
-
-    def take(self) -> tuple[float, float]:
-        """Return the (own, wall) seconds since the last call."""
-        if self._kernels is not None:
-            self.seconds = max(0.0, self.wall_seconds - self._kernels())
-        found = self.seconds, self.wall_seconds
-        self.seconds = self.wall_seconds = 0.0
-        return found
 
 
 @dataclass(frozen=True)
