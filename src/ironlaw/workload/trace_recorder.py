@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         handles = []
         for path, child in module.named_modules():
             origin = CallOrigin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
-            handles.append(child.register_forward_pre_hook(self._enter(origin)))
+            handles.append(child.register_forward_pre_hook(lambda *_, origin=origin: self._running.append(origin)))
             handles.append(child.register_forward_hook(self._leave, always_call=True))
         original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = self._attention(original)
@@ -141,9 +141,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._running.pop()
-
-    def _enter(self, origin: CallOrigin) -> Callable[..., None]:
-        return lambda *_: self._running.append(origin)
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()
