@@ -45,7 +45,6 @@ class TraceMode(FakeTensorMode):
     def __init__(self, real: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.real = real
-        self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # in the running `Module._apply`, to keep sharing
         self._imagining = False
         self._overwritten: dict[int, Any] = {}  # storages that a fake tensor was written into
 
@@ -260,35 +259,38 @@ def _applied(mode: TraceMode, original: Callable[..., nn.Module]) -> Callable[..
 
     Shared parameters stay shared.
     """
+    new_parameters: dict[int, tuple[Tensor, Tensor]] = {}  # (old, new) by id, until the outermost call returns
+    depth = 0
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        mine = module._parameters.values()
-        if mode.real or any(isinstance(p, nn.parameter.UninitializedParameter) for p in mine):
+        nonlocal depth
+        lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values())
+        if mode.real or lazy:
             return original(module, fn, recurse)
-        outermost = not mode.converted
-        mode.converted.setdefault(0, (torch.empty(0), torch.empty(0)))  # marks that an `apply` is running
+        depth += 1
         try:
             if recurse:
                 for child in module.children():
                     child._apply(fn)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = converted(parameter, fn)  # type: ignore[assignment]
+                    module._parameters[key] = convert(parameter, fn)  # type: ignore[assignment]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = fn(buffer)
         finally:
-            if outermost:
-                mode.converted.clear()
+            depth -= 1
+            if not depth:
+                new_parameters.clear()
         return module
 
-    def converted(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        if id(parameter) not in mode.converted:
+    def convert(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(parameter) not in new_parameters:
             with torch.no_grad():
                 value = fn(parameter)
             new = value if value is parameter else nn.Parameter(value, parameter.requires_grad)
-            mode.converted[id(parameter)] = parameter, new
-            mode.converted[id(new)] = new, new
-        return mode.converted[id(parameter)][1]
+            new_parameters[id(parameter)] = parameter, new
+            new_parameters[id(new)] = new, new
+        return new_parameters[id(parameter)][1]
 
     return apply
