@@ -132,7 +132,7 @@ def test_an_interrupted_load_shows_what_was_answered(
     async def get(self: Client, path: str, method: str = "GET") -> tuple[int, Any]:
         return (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, None)
 
-    async def ask(self: Client, plan: Any, prompt: Any, outcome: RequestOutcome, ignore_end: bool) -> None:
+    async def ask(self: Client, plan: Any, prompt: Any, outcome: RequestOutcome, ignore_eos: bool) -> None:
         asked.append(plan)
         if len(asked) > 4:  # of which the first is the probe
             raise KeyboardInterrupt
