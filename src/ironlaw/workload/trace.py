@@ -126,10 +126,10 @@ def _traced(
     where, parameters = CONSTRUCTION, None
     try:
         with tracing(mode, cpu):
-            module, notes = _built(source, mode)
+            module, notes = _build(source, mode)
             if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
                 where = "its forward pass"
-                module = _sized(source, inputs, mode)
+                module = _give_sizes(source, inputs, mode)
                 notes = [("weights", "built in memory", "a forward pass gives lazy layers their sizes", "")]
             if tokens and not has_window_between(module, tokens):
                 recorder.max_kernels = MAX_KERNELS
@@ -137,7 +137,7 @@ def _traced(
             state = parameters | buffers
             vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
             tree = named_inputs(inputs)
-            given, assumed = make_tensors(tree, mode.without_values, lambda t: _placed(t, mode), real, vocabulary)
+            given, assumed = make_tensors(tree, mode.without_values, lambda t: _place(t, mode), real, vocabulary)
             recorder.ignore([list(state.values()), list(_tensors(given))])
             args, kwargs = arguments(module, given)
             where = "its forward pass"
@@ -156,7 +156,7 @@ def _traced(
     except (Exception, SystemExit) as error:
         size = None if parameters is None else _bytes(parameters.values())
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
-        raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
+        raise describe_failure(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     own = _unique(parameters.values())
     trained = [p for p in own if p.requires_grad]
     found = ModuleTrace(
@@ -202,7 +202,7 @@ def _name(source: object) -> str:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
+def _build(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
     """Returns the module, and an assumption if it was built on real tensors because its construction reads values."""
     notes: list[Assumed] = []
     module: Any = source
@@ -227,7 +227,7 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
     return module, notes
 
 
-def _sized(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
+def _give_sizes(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
     """Returns the module with values, after a forward pass, in which its lazy layers get their sizes for good."""
     with mode.real_tensors(), torch.no_grad():
         module = source if isinstance(source, nn.Module) else source()
@@ -242,11 +242,11 @@ def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], d
     gradients and statistics do not change. Shared tensors stay shared."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    made = {id(tensor): _placed(tensor, mode) for tensor in _unique((*parameters.values(), *buffers.values()))}
+    made = {id(tensor): _place(tensor, mode) for tensor in _unique((*parameters.values(), *buffers.values()))}
     return {k: made[id(p)] for k, p in parameters.items()}, {k: made[id(b)] for k, b in buffers.items()}
 
 
-def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
+def _place(tensor: Tensor, mode: TraceMode) -> Tensor:
     """Returns a tensor for the step: known values are copied, so that the original does not change."""
     weight = isinstance(tensor, nn.Parameter)
     if tensor.device.type not in ("cpu", "meta"):
@@ -347,7 +347,7 @@ class Untraceable(UserError):
         self.reason, self.parameter_bytes = reason, parameter_bytes
 
 
-def explained(
+def describe_failure(
     error: BaseException, name: str, where: str, path: str, *, real: bool, parameter_bytes: int | None
 ) -> Untraceable:
     """Returns an error that describes the failure in one line, with advice."""

@@ -103,7 +103,7 @@ def make_tensors(
                 words = _WORDS.get(values, f"drawn below {values}")
                 assumed.append((f"values of {name}", words, "nobody gave them", f"--input {name}={size}:VALUES"))
             with _disable_current_modes():
-                return place(_made(value, values))
+                return place(_make_tensor(value, values))
         if isinstance(value, Tensor):
             return place(value.detach())
         if type(value) is dict:
@@ -144,7 +144,7 @@ def _assumed_values(name: str, described: Input, vocabulary: int | None) -> str 
     return "zeros"
 
 
-def _made(described: Input, values: str | None) -> Tensor:
+def _make_tensor(described: Input, values: str | None) -> Tensor:
     dtype, shape = getattr(torch, described.dtype), described.shape
     if values is None:
         return torch.randn(shape).to(dtype)

@@ -45,7 +45,7 @@ class TraceMode(FakeTensorMode):
     def __init__(self, real: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.real = real
-        self._imagining = False
+        self._runs_fake = False
         self._overwritten: dict[int, Any] = {}  # storages that a fake tensor was written into
 
     def __deepcopy__(self, memo: object) -> TraceMode:
@@ -75,7 +75,7 @@ class TraceMode(FakeTensorMode):
         """Returns a tensor without values."""
         empty = torch.ops.aten.empty.memory_format
         with _disable_current_modes():
-            made: Tensor = self._imagined(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
+            made: Tensor = self._run_fake(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
         return made
 
     def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
@@ -95,11 +95,11 @@ class TraceMode(FakeTensorMode):
             biases = [(args[1].shape[0],)] * 2
             shapes = [x.shape, *[w.shape for w in weights], *biases, hidden.shape, cell.shape]
             return tuple(self.without_values(shape, torch.float32) for shape in shapes)
-        results = self._imagined(func, types, args, kwargs)[:3]
+        results = self._run_fake(func, types, args, kwargs)[:3]
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.without_values((kept,), torch.uint8)
 
-    def _in_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
+    def _in_memory_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
         """Returns a batch norm's results with the images in PyTorch's order: that of the input only if it is one of
         PyTorch's own. Its rule for fakes keeps any, such as that of a transposed sequence."""
         order = suggest_memory_format(images)
@@ -118,10 +118,10 @@ class TraceMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._imagining:
+        if self._runs_fake:
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
-        if all(self.has_values(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
+        if all(self.has_values(t) for t in given) and (self.real or _is_small_call(func, args, kwargs, given)):
             if self.real:
                 _check_memory(func, args, kwargs, given)
             return func(*args, **kwargs)
@@ -136,10 +136,10 @@ class TraceMode(FakeTensorMode):
         if base_name(func).startswith(LSTM_LAYER):
             return self._lstm(func, types, args, kwargs)
         if func._opname in _SELECT and not self.real:
-            args = self._by_places(args)
-        out = self._imagined(func, types, args, kwargs)
+            args = self._with_positions(args)
+        out = self._run_fake(func, types, args, kwargs)
         if "batch_norm" in func._opname:
-            out = self._in_order(out, args[1 if func._opname.endswith("_backward") else 0])
+            out = self._in_memory_order(out, args[1 if func._opname.endswith("_backward") else 0])
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
@@ -150,15 +150,15 @@ class TraceMode(FakeTensorMode):
             return func(*args, **kwargs)
         return out
 
-    def _imagined(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _run_fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the call on fake tensors, with all calls that it is composed of."""
-        self._imagining = True
+        self._runs_fake = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._imagining = False
+            self._runs_fake = False
 
-    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace known boolean masks among the indices by the positions that they select, whose number is known."""
         places: list[Any] = []
         for index in args[1]:
@@ -176,7 +176,7 @@ class TraceMode(FakeTensorMode):
         )
 
 
-def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
+def _is_small_call(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
     """Returns whether no result can be large, so that the call needs no trial on fake tensors."""
     if not given:
         return False
