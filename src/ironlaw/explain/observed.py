@@ -17,7 +17,7 @@ from ironlaw.explain.observed_remedies import REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
-from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, named_as
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, merge_unnamed
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed, measured_mfu
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
@@ -53,7 +53,7 @@ def _share_keys(plan: Ledger, run: Ledger) -> None:
     """What the loop does beside its module, the plan has the keys of, and no figures."""
     known = {line.key for line in plan.lines}
     plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
-    run.lines = named_as(run.lines, plan.lines)
+    run.lines = merge_unnamed(run.lines, plan.lines)
 
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:

@@ -47,10 +47,10 @@ def other_layouts(config: RunConfig, profile: Profile, run: Ledger) -> Iterable[
     """The settings of the best planned layout for as many ranks, where it is not the run's own."""
     if ranks_of(run) == 1 or "fabric" not in run.facts or (config.layout is not None and config.layout.shard):
         return []
-    from ironlaw.train.parallel.planning import runs
+    from ironlaw.train.parallel.planning import can_run
 
     free = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
-    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: runs(free, layout))
+    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: can_run(free, layout))
     return [changed(config, choice.best.layout)]
 
 

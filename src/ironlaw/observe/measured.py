@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, named_as
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, merge_unnamed
 from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
@@ -132,7 +132,7 @@ def measured_ledger(
     if resident is not None:
         totals["resident_bytes"] = Estimate(resident, Origin.MEASURED, basis)
     if observed.profile is not None:
-        lines = named_as(observed.profile.lines, planned.lines)
+        lines = merge_unnamed(observed.profile.lines, planned.lines)
         ledger.lines = _idle_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig, model_in
+from ironlaw.config import RunConfig, read_model_config
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
@@ -204,7 +204,9 @@ def with_objective(program: Program, config: RunConfig) -> Program:
     objective = config.objective
     if objective.kind == "distillation":
         teacher = at_home(objective.teacher or "")
-        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+        return with_second_model(
+            program, objective, read_model_config(teacher, f"objective.teacher = {str(teacher)!r}"), True
+        )
     if objective.kind == "dpo":  # with adapters, the reference is the base, which is already held
         return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
     return program

@@ -11,7 +11,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.catalog.accelerators import cpu_power
 from ironlaw.config import RunConfig
-from ironlaw.data.supply import recall
+from ironlaw.data.supply import read_supply
 from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
@@ -244,7 +244,7 @@ PREPARED, STREAMED = ("read", "pack", "copy"), ("read", "tokenise", "pack", "cop
 
 def data_supply(config: RunConfig, profile: Profile, tokens_per_second: float) -> dict[str, Any]:
     """Returns the plan's data rates in tokens per second. `tokens_per_second` is the planned step's consumption."""
-    known = recall(config.data, config.sequence)
+    known = read_supply(config.data, config.sequence)
     stages: dict[str, float | None] = dict.fromkeys(STREAMED if config.data.streaming else PREPARED)
     basis = "not measured: no run has loaded this source in this way yet"
     supply = None

@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ironlaw.data.chat import LONG
+from ironlaw.data.chat import LONG_TEXT
 from ironlaw.errors import UserError
 from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
 from ironlaw.serve.constrain import State, compile_grammar, token_table
@@ -290,7 +290,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
             if not isinstance(prompt, str):
                 prompts.append(prompt)
             elif text is not None:
-                prompts.append(await _run_in_thread(len(prompt) >= LONG, partial(text.encode, prompt)))
+                prompts.append(await _run_in_thread(len(prompt) >= LONG_TEXT, partial(text.encode, prompt)))
             else:
                 raise UserError("this model has no tokenizer: send the prompt as token ids")
         return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
@@ -301,7 +301,7 @@ def _add_answers(app: FastAPI, server: Server) -> None:
         if text is None:
             raise UserError("this model has no tokenizer: use /v1/completions with token ids")
         messages = [m.plain() for m in body.messages]
-        is_long = sum(len(m["content"]) for m in messages) >= LONG
+        is_long = sum(len(m["content"]) for m in messages) >= LONG_TEXT
         prompt = await _run_in_thread(is_long, partial(text.chat, messages, body.chat_template_kwargs))
         return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
 

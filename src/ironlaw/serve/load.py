@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ironlaw.errors import LARGEST, UserError
+from ironlaw.errors import MAX_INTEGER, UserError
 from ironlaw.files import parse_json, read_text
 from ironlaw.serve.measured import COUNTERS
 
@@ -226,7 +226,7 @@ class Client:
             usage = document.get("usage")
             if usage:
                 counts = [int(usage[f"{kind}_tokens"]) for kind in ("completion", "prompt")]
-                if not 0 <= min(counts) <= max(counts) <= LARGEST:
+                if not 0 <= min(counts) <= max(counts) <= MAX_INTEGER:
                     raise ValueError(f"{counts} tokens")
                 outcome.output_tokens, outcome.prompt_tokens = counts
                 outcome.has_usage = True

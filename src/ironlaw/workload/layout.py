@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ironlaw.errors import UserError, words_of
+from ironlaw.errors import UserError, parse_words
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, reason_unfilled
 from ironlaw.workload.sections import NO_RECOMPUTATION, Recompute
@@ -211,7 +211,7 @@ class Layout:
 
 def parse_layout(text: str) -> Layout:
     """Parse `key=value` pairs separated by spaces or commas. Unknown keys and invalid values raise UserError."""
-    words = words_of(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
+    words = parse_words(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
     values = {key: _value(key, value) for key, value in words.items()}
     if values.get("schedule") in V_SHAPED:
         values.setdefault("virtual_stages", 2)

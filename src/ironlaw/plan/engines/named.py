@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import LARGEST, UserError, did_you_mean
+from ironlaw.errors import MAX_INTEGER, UserError, did_you_mean
 from ironlaw.files import cache_folder, read_toml
 from ironlaw.plan.engines.engine import TrainingEngine
 
@@ -93,7 +93,7 @@ def _check(table: dict[str, Any], path: Path) -> None:
             raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
         kind = kinds[key]
         if kind in (int, float):  # times, bytes and ratios: none is negative
-            fine = type(value) in (int, kind) and 0 <= value < LARGEST
+            fine = type(value) in (int, kind) and 0 <= value < MAX_INTEGER
         elif kind is tuple:
             fine = isinstance(value, list) and all(isinstance(word, str) for word in value)
         else:
