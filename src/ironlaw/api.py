@@ -257,7 +257,7 @@ def plan(
         model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
         answer = answer_serving(model, on, serve, options)
     else:
-        answer = plan_request(subject, on=on or limits.usual_place, overrides=overrides, options=options)
+        answer = plan_request(subject, on=on or limits.default_target, overrides=overrides, options=options)
     return PlanResult(answer.ledger, answer.fits, answer.more)
 
 

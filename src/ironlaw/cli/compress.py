@@ -114,7 +114,7 @@ def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder
     config = ServeConfig(batch=1)
     served = prepare(model, config, model.config.name, held)
     engine = Engine(served, config)
-    run = lambda count: len(engine.generate_beyond_context([0], SamplingParams(max_tokens=count, temperature=0.0)))  # noqa: E731
+    run = lambda count: len(list(engine.stream([0], SamplingParams(max_tokens=count, temperature=0.0))))  # noqa: E731
     embedding = model.embedding.weight if model.embedding is not None else None
     looked_up = 0 if embedding is None or embedding is model.head._parameters.get("weight") else embedding.nbytes
     return Decoder(run, served.weight_bytes - looked_up, served.kernels)

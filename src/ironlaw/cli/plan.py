@@ -90,8 +90,10 @@ def plan(
         per_node=per_node, ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
     if serve is None:
-        with progress("Planning") if limits else nullcontext(lambda share, what: None) as say:
-            plan = plan_request(what, on=on or limits.usual_place, overrides=set_ or [], options=options, say=say)
+        with progress("Planning") if limits else nullcontext(lambda share, what: None) as report:
+            plan = plan_request(
+                what, on=on or limits.default_target, overrides=set_ or [], options=options, report=report
+            )
         _show(plan, why, json)
         return
     if on == "this":

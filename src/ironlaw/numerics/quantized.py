@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import NumberFormat, number_format
 from ironlaw.errors import UserError
-from ironlaw.numerics.packing import pack, unpack
-from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, round_to
+from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, pack, round_to, unpack
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.latent_config import LatentConfig
+from ironlaw.model.dimensions import LatentConfig
 from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, gradient_sum, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
 from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, with_memory

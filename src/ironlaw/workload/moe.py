@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product, gradient_sum
 from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader

@@ -194,7 +194,7 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
 
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """Plan a `--serve` request. Raises UserError if it cannot be planned; `fits` is False if limits or memory fail."""
-    options.refuse_beside(SERVED)
+    options.check_subjects(SERVED)
     if on is None and options.layout:
         raise UserError("--layout divides given devices, and none are: add for example --on 4xh100-sxm-80gb")
     if options.engine and options.emit and options.engine != options.emit:

@@ -25,7 +25,7 @@ from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
 from ironlaw.workload.collectives import Table, aliases_of, table_of
