@@ -47,7 +47,7 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
     # Read the exponent from the bits: frexp and ldexp take twenty times as long as a product.
     exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too low for 0 and subnormals: clamped below
     # Clamp above too: larger numbers saturate, and the reciprocal of their quantum might be too small for fp32.
-    shift = exponent.clamp_(format.least_exponent, min(format.greatest_exponent, 126)) - format.mantissa_bits
+    shift = exponent.clamp_(format.min_exponent, min(format.max_exponent, 126)) - format.mantissa_bits
     rounded = _whole(x * power_of_two(-shift), generator) * power_of_two(shift)
     saturated = rounded.clamp(-format.largest, format.largest)
     return torch.where(x.isinf(), x, saturated) if format.bits > 8 else saturated

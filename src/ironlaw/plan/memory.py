@@ -29,7 +29,15 @@ from ironlaw.workload.optimizers import update_temporary_bytes
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, step
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes_of_rank
-from ironlaw.workload.sharding import EXPERTS, bucket_bytes, expert_dp, of_experts, of_site, parameter_groups, shard_of
+from ironlaw.workload.sharding import (
+    EXPERTS,
+    bucket_bytes,
+    expert_dp,
+    of_experts,
+    parameter_groups,
+    shard_of,
+    site_layout,
+)
 
 
 def peak_memory(program: Program, position: int = 0) -> Peak:
@@ -95,7 +103,7 @@ class _Rank:
     def __init__(self, program: Program, position: int) -> None:
         self.program, self.recipe, self.position = program, program.recipe, position
         self.micro_batches = program.micro_batches
-        self.layout = layout = of_site(program.layout, program.recipe.communication)
+        self.layout = layout = site_layout(program.layout, program.recipe.communication)
         self.last = program.last_stage
         listed = program.sent is None  # else gathered weights and buckets are among the program's tensors
         self.fsdp = listed and sharded(layout)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ironlaw import units
-from ironlaw.catalog.accelerators import taken_for
+from ironlaw.catalog.accelerators import alias_of
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
@@ -57,7 +57,7 @@ class Assumption:
 
 def assume_accelerator(name: str) -> list[Assumption]:
     """Returns which of several forms is planned where `name` does not tell them apart; nothing where it does."""
-    taken, why = taken_for(name) or (name, "")
+    taken, why = alias_of(name) or (name, "")
     return [Assumption("accelerator", taken, f"'{name}': {why}", "--on")] if why else []
 
 

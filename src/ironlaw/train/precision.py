@@ -42,12 +42,12 @@ def prepare(
         make_aware(blocks, train.qat)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    rules, in_units = precision_recipe(precision), number_format(precision).in_units(capability(device))
+    rules, is_native = precision_recipe(precision), number_format(precision).is_native(capability(device))
     if rules is None:
-        if not in_units:
+        if not is_native:
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
         return None
-    if in_units:
+    if is_native:
         _by_torchao(blocks, rules)
         return None
     moment = Moment(train.seed, device=device)

@@ -24,7 +24,7 @@ from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, unfilled
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, reason_unfilled
 from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run shows how much would be hidden there
@@ -109,7 +109,7 @@ def possible_layouts(
                 _count(ruled_out, MICRO_BATCH_CONSTRAINT, len(chunks) * len(ways))
                 continue
             accumulation = per_replica // micro_batch
-            allowed = [(v, name) for v, name in chunks if not unfilled(SCHEDULES[name], pp, v, accumulation)]
+            allowed = [(v, name) for v, name in chunks if not reason_unfilled(SCHEDULES[name], pp, v, accumulation)]
             _count(ruled_out, SCHEDULE_CONSTRAINT, (len(chunks) - len(allowed)) * len(ways))
             if ways and allowed:
                 fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}

@@ -10,7 +10,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
-from ironlaw.catalog.models import taken_model
+from ironlaw.catalog.models import alias_of_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.ledger import Estimate, Ledger
@@ -73,7 +73,7 @@ def request_of(
     if not cluster.accelerator.has_flash:
         why = f"FlashAttention has no kernels for {cluster.accelerator.name}"
         assumed.append(Assumption("attention", "scores in memory", why, ""))
-    if (other := taken_model(requested.model.name)) and other[1]:
+    if (other := alias_of_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
     if config and layout is None:
@@ -213,7 +213,7 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
 
 SHOWN = 5
 
-KEPT, WALKED = 200, 20
+NO_RECOMPUTATION, WALKED = 200, 20
 """Layouts kept in a ranking, and in one of Ironlaw's own trainer, where each is walked for its memory."""
 
 MAX_SLOWDOWN_OF_SAFE = 1.03
@@ -265,7 +265,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
 
 
 def _ranking(request: ClusterRequest) -> SearchResult:
-    return search(request, keep=KEPT if request.system.engine.fused else WALKED)
+    return search(request, keep=NO_RECOMPUTATION if request.system.engine.fused else WALKED)
 
 
 def chosen(request: ClusterRequest, found: SearchResult) -> tuple[RankedLayout, str]:
