@@ -41,7 +41,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, engine in engines.items():
             began = time.perf_counter()
-            count = len(engine.generate_beyond_context([1], sampling))
+            count = len(list(engine.stream([1], sampling)))
             seconds[name].append((time.perf_counter() - began) / count)
         began = time.perf_counter()
         memory.sum()

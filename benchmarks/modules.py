@@ -39,7 +39,7 @@ from ironlaw.workload.module_source import Input
 from ironlaw.workload.operations import saved_bytes, total_flops
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import _floating, _tensors, trace
-from ironlaw.workload.trace_inputs import arguments, as_tensors, named_inputs
+from ironlaw.workload.trace_inputs import arguments, make_tensors, named_inputs
 from ironlaw.workload.trace_store import ModuleTrace
 
 IDS, MASK = Input("input_ids", (2, 128), "int64"), Input("attention_mask", (2, 128), "int64")
@@ -284,7 +284,7 @@ def real_step(case: Case) -> tuple[int, int]:
     module = case.build()
     config = getattr(module, "config", None)
     vocabulary = getattr(config, "vocab_size", None) if not isinstance(config, dict) else None
-    given, _ = as_tensors(named_inputs(case.inputs), torch.empty, lambda t: t, True, vocabulary)
+    given, _ = make_tensors(named_inputs(case.inputs), torch.empty, lambda t: t, True, vocabulary)
     args, kwargs = arguments(module, given)
     rnn = any(isinstance(child, nn.RNNBase) for child in module.modules())
     with torch.backends.mkldnn.flags(enabled=not rnn):  # oneDNN hides a recurrent layer's products, also from torch

@@ -13,7 +13,7 @@ import torch
 
 import ironlaw
 from ironlaw.api import ExplainResult, PlanResult, TrainResult
-from ironlaw.config import build_config, with_settings
+from ironlaw.config import build_config, format_overrides
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_what_is_no_run_no_module_and_no_port_is_one_line(run: TrainResult, tmp_
 
 def test_settings_take_any_text_and_paths() -> None:
     model = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
-    found = build_config({"model": model}, overrides=with_settings({"model.name": "é😀", "data.path": Path("a b")}))
+    found = build_config({"model": model}, overrides=format_overrides({"model.name": "é😀", "data.path": Path("a b")}))
     assert (found.model.name, found.data.path) == ("é😀", "a b")
 
 

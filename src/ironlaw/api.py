@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field
 
-from ironlaw.config import RunConfig, build_config, load_config, with_settings
+from ironlaw.config import RunConfig, build_config, format_overrides, load_config
 from ironlaw.errors import UserError
 from ironlaw.files import as_path, read_json_lines
 from ironlaw.ledger import Estimate, Ledger
@@ -245,7 +245,7 @@ def plan(
 
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)
-    overrides = with_settings(settings) if is_file else []
+    overrides = format_overrides(settings) if is_file else []
     limits = Limits.of(within, max_rent)
     options = Options(
         tokens, sequence, global_batch, steps, precision, optimizer, engine, layout, None,
@@ -257,7 +257,7 @@ def plan(
         model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
         answer = answer_serving(model, on, serve, options)
     else:
-        answer = plan_request(subject, on=on or limits.usual_place, overrides=overrides, options=options)
+        answer = plan_request(subject, on=on or limits.default_target, overrides=overrides, options=options)
     return PlanResult(answer.ledger, answer.fits, answer.more)
 
 
@@ -277,11 +277,11 @@ def train(
     from ironlaw.machine.keep import this_machine
     from ironlaw.report.console import messages, progress
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.run_directory import default_name
+    from ironlaw.train.run_directory import new_run_directory
     from ironlaw.train.session import run_training
 
     chosen = _config(config, settings)
-    folder = as_path(out, "out") if out is not None else default_name(chosen.model.name)
+    folder = as_path(out, "out") if out is not None else new_run_directory(chosen.model.name)
     profile = this_machine(messages().print, progress)
     live = LiveRun(recorder() if quiet else messages(), folder)
     with live:
@@ -330,7 +330,7 @@ def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Doc
 def serve(path: str | Path | TrainResult, *, port: Port = 0, settings: Settings | None = None) -> RunningServer:
     """Serve a run or a Hugging Face directory over HTTP in a thread; `port` 0 picks a free port. The keys of `settings`
     are those of `ironlaw serve --set`, such as `{"serve.batch": 16}`."""
-    return RunningServer(_path(path), with_settings(settings), port)
+    return RunningServer(_path(path), format_overrides(settings), port)
 
 
 def observe(
@@ -353,7 +353,7 @@ def observe(
 
 
 def _config(config: str | Path | Settings | RunConfig, settings: Settings | None) -> RunConfig:
-    overrides = with_settings(settings)
+    overrides = format_overrides(settings)
     if isinstance(config, str | Path):
         return load_config(Path(config), overrides)
     tables = config.model_dump(exclude_none=True) if isinstance(config, RunConfig) else config

@@ -284,7 +284,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
         raise UserError(f"{where}: {explain_invalid(error, RunConfig)}") from None
 
 
-def model_in(folder: Path, called: str) -> ModelConfig:
+def read_model_config(folder: Path, called: str) -> ModelConfig:
     """Read the model config of a run or Hugging Face directory; `called` names the folder in the error."""
     if (folder / "config.toml").is_file():
         return load_config(folder).model
@@ -300,17 +300,17 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
     _check_keys(overrides, ModelConfig, "model")
-    there = model_in(folder, f"{where}: model.from = {model['from']!r}")
+    there = read_model_config(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
     if tables["model"]["name"] in model_names():  # a catalogued name would replace the dimensions by the catalogue's
         tables["model"]["name"] += "-here"
     # The weights need the tokenizer they were trained with.
-    tables["data"] = tokenizer_in(folder) | document.get("data", {})
+    tables["data"] = find_tokenizer(folder) | document.get("data", {})
     return document | tables
 
 
-def tokenizer_in(folder: Path) -> dict[str, str]:
+def find_tokenizer(folder: Path) -> dict[str, str]:
     """Return the key of `[data]` for a model's directory; none for a run without tokenizer, trained on mock data."""
     tokenizer = folder / "tokenizer.json"
     if tokenizer.is_file() or not (folder / "config.toml").is_file():
@@ -318,7 +318,7 @@ def tokenizer_in(folder: Path) -> dict[str, str]:
     return {}
 
 
-def with_settings(settings: Mapping[str, Any] | None) -> list[str]:
+def format_overrides(settings: Mapping[str, Any] | None) -> list[str]:
     """Return `{"train.steps": 200}` as a list of `section.key=value`, the form of `--set`."""
     for key, value in (settings or {}).items():
         if value is None:

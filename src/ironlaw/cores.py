@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ironlaw.errors import UserError, as_given
+from ironlaw.errors import UserError, shortened_repr
 
 GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
@@ -41,7 +41,7 @@ def torchrun_integer(name: str, default: int = 1) -> int:
     given = os.environ.get(name) or str(default)
     if not given.isdecimal() or (name.endswith("SIZE") and not int(given)):
         raise UserError(
-            f"{name}={as_given(given)} in the environment is no number of a job: unset it, or start with torchrun"
+            f"{name}={shortened_repr(given)} in the environment is no number of a job: unset it, or start with torchrun"
         )
     return int(given)
 

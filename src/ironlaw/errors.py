@@ -6,10 +6,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-LARGEST = 2**53
+MAX_INTEGER = 2**53
 """Largest integer accepted: above it, neighbouring integers have the same float64."""
 
-LONGEST = 4096  # characters, the limit of a path on Linux
+MAX_TEXT = 4096  # characters, the limit of a path on Linux
 
 
 class UserError(ValueError):
@@ -33,12 +33,17 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message; its type if there is none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def shortened(text: str, at_most: int = 60) -> str:
     """Return the first `at_most` characters of `text`, with an ellipsis where it is longer."""
     return text if len(text) <= at_most else text[: at_most - 1] + "…"
 
 
-def as_given(value: object) -> str:
+def shortened_repr(value: object) -> str:
     """Return the repr of a user's value, shortened for a one-line message."""
     return shortened(" ".join(repr(value).split()))
 
@@ -50,16 +55,16 @@ def refuse_options(given: Mapping[str, object], subjects: Mapping[str, Sequence[
             raise UserError(f"--{option.replace('_', '-')} is for {'; '.join(known)}: leave it out")
 
 
-def words_of(text: str, where: str, known: Iterable[str], example: str) -> dict[str, str]:
+def parse_words(text: str, where: str, known: Iterable[str], example: str) -> dict[str, str]:
     """Parse `key=value` words separated by blanks or commas. UserError for a malformed word, an unknown key or a
     repeated key."""
     found: dict[str, str] = {}
     for word in text.replace(",", " ").split():
         key, equals, value = word.partition("=")
         if not equals or not value:
-            raise UserError(f"{where}: {as_given(word)} is no word key=value: write for example {example}")
+            raise UserError(f"{where}: {shortened_repr(word)} is no word key=value: write for example {example}")
         if key not in known:
-            raise UserError(f"{where}: unknown key {as_given(key)}: {did_you_mean(key, known)}")
+            raise UserError(f"{where}: unknown key {shortened_repr(key)}: {did_you_mean(key, known)}")
         if key in found:
             raise UserError(f"{where}: '{key}' is given twice")
         found[key] = value

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ironlaw.errors import UserError, as_given
+from ironlaw.errors import UserError, shortened_repr
 
 TEXT_LIMIT_BYTES = 2**28
 """Largest file that is read whole (configs, profiles, tables of runs); real ones have a few megabytes at most."""
@@ -35,7 +35,7 @@ def as_path(given: object, what: str) -> Path:
     """Return a path given as a Python argument named `what`; UserError if it is not a path."""
     if isinstance(given, Path) or (isinstance(given, str) and given and "\0" not in given):
         return Path(given)
-    raise UserError(f"{what} = {as_given(given)} is no path: give text or a pathlib.Path")
+    raise UserError(f"{what} = {shortened_repr(given)} is no path: give text or a pathlib.Path")
 
 
 def check_can_be_folder(path: Path, option: str) -> None:
@@ -90,7 +90,7 @@ def sha256(path: Path) -> str:
 
 
 def digest_of(document: Any) -> str:
-    """Return the hex digest of what JSON can say, with its keys in any order."""
+    """Return the hex digest of a JSON document; the order of its keys does not matter."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(read_text(path, "JSON"), path)
 
 
-def known_json(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; an empty one if the file is missing or unreadable."""
     try:
         return read_json(path)

@@ -156,7 +156,7 @@ def merged(lines: Iterable[Line]) -> list[Line]:
     ]
 
 
-def named_as(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
+def merge_unnamed(lines: Iterable[Line], planned: Iterable[Line]) -> list[Line]:
     """Sum measured lines whose keys the plan lacks into their phase's `UNNAMED` line, if the plan has that line."""
     keys = {line.key for line in planned}
     unnamed = {
@@ -267,7 +267,7 @@ class Ledger:
             side=document["side"],
             totals={name: Estimate.from_json(e) for name, e in document["totals"].items()},
             phase_seconds={Phase(p): s for p, s in document["phase_seconds"].items()},
-            lines=[line_of(entry) for entry in document["lines"]],
+            lines=[parse_line(entry) for entry in document["lines"]],
             memory=[MemoryLine(**(entry | {"origin": Origin(entry["origin"])})) for entry in document["memory"]],
             facts=document["facts"],
             decisions=Decisions.from_json(document["decisions"]) if "decisions" in document else None,
@@ -294,7 +294,7 @@ class Ledger:
             ) from None
 
 
-def line_of(entry: dict[str, Any]) -> Line:
+def parse_line(entry: dict[str, Any]) -> Line:
     """Build a Line from the dictionary that `asdict` makes of it."""
     known = {f.name for f in fields(Line)}
     values = {name: value for name, value in entry.items() if name in known}

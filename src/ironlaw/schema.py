@@ -9,7 +9,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, validate_call
 
-from ironlaw.errors import LARGEST, LONGEST, UserError, as_given
+from ironlaw.errors import MAX_INTEGER, MAX_TEXT, UserError, shortened_repr
 
 Refusals = Iterable[tuple[object, str]]
 """Pairs of a condition that makes a config invalid, and the error message for it."""
@@ -17,8 +17,8 @@ Refusals = Iterable[tuple[object, str]]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Text = Annotated[str, Field(min_length=1, max_length=LONGEST)]
-Count = Annotated[int, Field(gt=0, le=LARGEST)]
+Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Count = Annotated[int, Field(gt=0, le=MAX_INTEGER)]
 
 
 class Section(BaseModel):
@@ -47,15 +47,15 @@ def _as_meant(key: str, value: Any) -> Any:
     """Convert lists to tuples, which TOML and JSON lack, and whole floats such as 1e6 to integers."""
     if isinstance(value, list):
         return tuple(_as_meant(key, item) for item in value)
-    if isinstance(value, int) and abs(value) > LARGEST:
-        raise ValueError(f"{key} is out of range: whole numbers go to {LARGEST:,}")
-    if isinstance(value, float) and value.is_integer() and abs(value) <= LARGEST:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError(f"{key} is out of range: whole numbers go to {MAX_INTEGER:,}")
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INTEGER:
         return int(value)
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{key} is empty: give a value or leave it out")
-        if len(value) > LONGEST or "\0" in value:
-            raise ValueError(f"{key} is no text that can be used: {len(value):,} characters, at most {LONGEST:,}")
+        if len(value) > MAX_TEXT or "\0" in value:
+            raise ValueError(f"{key} is no text that can be used: {len(value):,} characters, at most {MAX_TEXT:,}")
     return value
 
 
@@ -81,7 +81,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             first, where = error.errors()[0], error.errors()[0]["loc"][0]
             name = names[where] if isinstance(where, int) and where < len(names) else where
             wanted = (e["msg"].removeprefix("Input should be ") for e in error.errors() if e["loc"][0] == where)
-            given = "" if first["type"].startswith("missing") else f" = {as_given(first['input'])}"
+            given = "" if first["type"].startswith("missing") else f" = {shortened_repr(first['input'])}"
             raise UserError(f"{function.__name__}: {name}{given}: {' or '.join(dict.fromkeys(wanted))}") from None
 
     return checked_call

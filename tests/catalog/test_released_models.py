@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ironlaw.catalog.models import is_model, model_entry, model_names, released_names, taken_model
+from ironlaw.catalog.models import alias_of_model, is_model, model_entry, model_names, released_names
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
@@ -34,7 +34,7 @@ def test_one_of_each_family_builds_to_that_size(name):
 
 
 def test_another_name_says_what_it_differs_in():
-    assert taken_model("deepseek-r1") == ("deepseek-v3", "the shape of V3") and taken_model("llama3-8b") is None
+    assert alias_of_model("deepseek-r1") == ("deepseek-v3", "the shape of V3") and alias_of_model("llama3-8b") is None
     assert resolve("llama-3.1-8b").model.parameters == ModelConfig.named("llama3-8b").parameters
     with pytest.raises(UserError, match="qwen2-7b"):
         resolve("qwen2-7bb")

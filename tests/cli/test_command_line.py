@@ -26,7 +26,7 @@ from ironlaw.files import write_text
 from ironlaw.plan.request import resolve
 from ironlaw.report.console import output, print_json
 from ironlaw.train.parallel.ranks import micro_batch_of
-from ironlaw.train.run_directory import default_name
+from ironlaw.train.run_directory import new_run_directory
 
 Here = Callable[..., tuple[int, str, str]]
 Start = Callable[..., subprocess.Popen[str]]
@@ -117,10 +117,10 @@ def test_styles_survive_what_is_spelt_out(capsys: pytest.CaptureFixture[str], mo
 def test_a_model_s_name_leads_out_of_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("../../x", "/etc/x", "..", "a/b\\c", "-rf", "\x1b[0m", "é" * 300, ""):
-        path = default_name(name)
+        path = new_run_directory(name)
         assert path.parent == Path("runs") and ".." not in path.parts and len(path.name) < 100
         assert not path.name.startswith(("-", "."))
-    assert len({default_name("gpt") for _ in range(10)}) == 10  # as runs begun in the same second ask for theirs
+    assert len({new_run_directory("gpt") for _ in range(10)}) == 10  # as runs begun in the same second ask for theirs
 
 
 def test_a_damaged_run_hides_no_other(ironlaw_here: Here, tmp_path: Path) -> None:

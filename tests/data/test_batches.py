@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, TokenWindows, check_enough, evaluation_batches
+from ironlaw.data.batches import Batches, TokenWindows, check_fills_batch, evaluation_batches
 from ironlaw.data.loader import Prefetcher
 from ironlaw.data.order import permuted
 from ironlaw.errors import UserError
@@ -25,7 +25,7 @@ def held_out(tokens: np.ndarray, sequence: int, rows: int, limit: int | None = N
 def windows_of(
     tokens: np.ndarray, sequence: int, sequences_per_batch: int, seed: int, rank: int = 0, world: int = 1
 ) -> Batches:
-    check_enough(tokens, sequence, sequences_per_batch)
+    check_fills_batch(tokens, sequence, sequences_per_batch)
     return Batches(TokenWindows(tokens, sequence, seed, sequences_per_batch), sequences_per_batch, rank, world)
 
 

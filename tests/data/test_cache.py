@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ironlaw.data import building
-from ironlaw.data.cache import chosen, entries, remove
+from ironlaw.data.cache import entries, remove, select_entries
 from ironlaw.data.config import DataConfig
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
@@ -42,15 +42,15 @@ def test_what_is_there_with_its_size(cache: Path, corpus: Path) -> None:
 def test_names_and_age_choose(cache: Path) -> None:
     found = entries(cache)
     first = found[0]
-    assert chosen(found, [first.name], None) == [first]
-    assert chosen(found, ["left"], None) == [found[2]]
+    assert select_entries(found, [first.name], None) == [first]
+    assert select_entries(found, ["left"], None) == [found[2]]
     with pytest.raises(UserError, match="nothing in the cache is called 'lfet'"):
-        chosen(found, ["lfet"], None)
-    assert chosen(found, [], unused_days=1) == []
+        select_entries(found, ["lfet"], None)
+    assert select_entries(found, [], unused_days=1) == []
     long_ago = time.time() - 10 * 86_400
     for file in first.path.iterdir():
         os.utime(file, (long_ago, long_ago))
-    assert [entry.name for entry in chosen(entries(cache), [], unused_days=9)] == [first.name]
+    assert [entry.name for entry in select_entries(entries(cache), [], unused_days=9)] == [first.name]
 
 
 def test_what_is_removed_is_gone_and_the_rest_stays(cache: Path, corpus: Path) -> None:

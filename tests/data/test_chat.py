@@ -11,7 +11,7 @@ import pytest
 from ironlaw.config import build_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import IGNORED
-from ironlaw.data.chat import Text, template_of
+from ironlaw.data.chat import Text, read_template
 from ironlaw.data.config import DataConfig
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
@@ -53,7 +53,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text(folder: Path, template: str) -> Text:
-    return Text(tokenizers.load(folder), template, template_of(folder)[1])
+    return Text(tokenizers.load(folder), template, read_template(folder)[1])
 
 
 def config(folder: Path, tokenizer: Path, lines: list[str], **more: object) -> DataConfig:
@@ -201,7 +201,7 @@ def test_what_does_not_go_with_conversations(tmp_path: Path, tokenizer: Path) ->
 def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written: object, found: str | None) -> None:
     fields = {"chat_template": written, "eos_token": {"content": "z"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
-    assert template_of(tmp_path) == (found, {"eos_token": "z"})
+    assert read_template(tmp_path) == (found, {"eos_token": "z"})
 
 
 @pytest.mark.parametrize(("template", "says"), [
@@ -210,7 +210,11 @@ def test_a_template_is_found_in_every_form_and_no_other(tmp_path: Path, written:
     ("{{ messages[0].content + 1 }}", "refuses: can only concatenate"),
     *((f"{{% set n = namespace(s='ab') %}}{{% for i in range(50) %}}{{% set n.s {again} %}}{{% endfor %}}", "it makes")
       for again in ("= n.s ~ n.s", "= n.s + n.s", "%}{{ n.s }}{{ n.s }}{% endset")),
-    *((f"{{{{ {made} }}}}", "it makes more than") for made in ("'a' * 10**9", "[1] * 10**9", "10 ** (10 ** 9)")),
+    *((f"{{{{ {made} }}}}", "it makes more than") for made in (
+        "'a' * 10**9", "[1] * 10**9", "10 ** (10 ** 9)", "'%999999999d' % 1", "'a'.center(10**9)",
+        "'a' | center(10**9)", "'{:>999999999}'.format(1)", "('a' * 10**5).replace('a', 'b' * 10**5)",
+        "'a'.translate({97: 'b' * 10**6})", "range(9999) | map('string') | join('a' * 9**5)",
+        "('a ' * 10**5) | wordwrap(1, true, 'b' * 10**4)")),
     ("{% set n = namespace(s=[]) %}{% for i in range(99) %}{% set n.s = n.s + ['a' * 10**6] %}{% endfor %}", "makes"),
     ("{% if 1 %}" * 200 + "{% endif %}" * 200, "cannot be read"),
 ])  # fmt: skip

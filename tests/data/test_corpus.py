@@ -118,12 +118,12 @@ def test_duplicates_fall_into_one_split_whatever_their_names(tmp_path: Path) -> 
 
 def test_pieces_join_to_the_text_and_cut_between_two_full_lines() -> None:
     text = "alpha\n  \nbeta \n gamma\ndelta\n\n" * 50
-    parts = list(corpora.pieces(text, 40))
+    parts = list(corpora.cut_text(text, 40))
     assert "".join(parts) == text
     assert len(parts) > 10
     for left, right in itertools.pairwise(parts):
         assert left.endswith("\n") and not left[-2].isspace() and not right[0].isspace()
-    assert list(corpora.pieces("x" * 100, 10)) == ["x" * 100]
+    assert list(corpora.cut_text("x" * 100, 10)) == ["x" * 100]
 
 
 @pytest.mark.parametrize("content", [None, b"\0", b"\xff\xfe", b"", b"x" * 20])

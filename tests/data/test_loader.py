@@ -18,7 +18,7 @@ from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import BatchSource, Loader, Prefetcher
-from ironlaw.data.mixture import BLOCK, Mixture, places
+from ironlaw.data.mixture import BLOCK, Mixture, compute_places
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 
@@ -203,7 +203,7 @@ def test_facts_report_what_packing_loses(places_on_disk: dict[str, Path]) -> Non
 @given(st.lists(st.floats(0.2, 100), min_size=1, max_size=12))
 @settings(max_examples=200, deadline=None)
 def test_places_fill_a_block_by_weight(weights: list[float]) -> None:
-    given_places = places(weights)
+    given_places = compute_places(weights)
     assert sum(given_places) == BLOCK and min(given_places) >= 1
     for number, weight in zip(given_places, weights, strict=True):
         assert abs(number - BLOCK * weight / sum(weights)) <= 1 + len(weights)
@@ -211,7 +211,7 @@ def test_places_fill_a_block_by_weight(weights: list[float]) -> None:
 
 def test_a_weight_of_almost_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="less than 1 part"):
-        places([1.0, 1e-6])
+        compute_places([1.0, 1e-6])
 
 
 def test_a_mixture_takes_every_source_in_its_own_order_by_weight() -> None:
@@ -222,7 +222,7 @@ def test_a_mixture_takes_every_source_in_its_own_order_by_weight() -> None:
     firsts = np.concatenate([batches.batch(step).inputs[:, 0] for step in range(2 * BLOCK // 64)])
     for start in (0, BLOCK):
         block = firsts[start : start + BLOCK]
-        assert (block < 20_000).sum() == places([0.9, 0.1])[0]  # exactly, in every block
+        assert (block < 20_000).sum() == compute_places([0.9, 0.1])[0]  # exactly, in every block
     # Early in a block the shares are right already, and the sources alternate.
     early = firsts[:512] < 20_000
     assert 0.83 < early.mean() < 0.97

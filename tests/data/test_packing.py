@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import IGNORED
-from ironlaw.data.batches import Batches, PackedRows, TokenWindows, documents_of, evaluation_batches
+from ironlaw.data.batches import Batches, PackedRows, TokenWindows, evaluation_batches, number_documents
 from ironlaw.data.packing import best_fit, concatenated
 
 END = 0
@@ -102,7 +102,7 @@ def test_documents_of_a_window(lengths: list[int], length: int, start: int) -> N
     if start + length >= bounds[-1]:
         return
     owner = np.repeat(np.arange(len(lengths)), lengths)[start + 1 : start + length + 1]
-    numbers = documents_of(bounds, start, length)
+    numbers = number_documents(bounds, start, length)
     assert numbers.dtype == np.int32 and numbers[0] == 0
     # The same document exactly where the targets' owners are the same.
     np.testing.assert_array_equal(np.diff(numbers) > 0, np.diff(owner) > 0)

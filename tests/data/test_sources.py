@@ -93,7 +93,7 @@ def test_documents_come_once_and_from_anywhere(tmp_path: Path, write: Writer) ->
 def test_samples_begin_at_documents(tmp_path: Path, write: Writer) -> None:
     corpus = corpora.find(SourceConfig(path=str(write(tmp_path, "text"))))
     for file in corpus.files:
-        found = readers.spots(file.kind, file.path, 8)
+        found = readers.find_positions(file.kind, file.path, 8)
         assert found[0] == 0 and len(found) == (1 if file.path.suffix in (".gz", ".zst") else 8)
         for spot in found:
             assert next(readers.read(file.kind, file.path, "text", spot)).content in TEXTS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.corpus import pieces
+from ironlaw.data.corpus import cut_text
 from ironlaw.errors import UserError
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 5, "the quick brown fox, the lazy dog\n" * 5, "naïve café\t\r\n"]
@@ -37,8 +37,8 @@ def test_training_repeats_itself_and_survives_saving(trained: tokenizers.Tokeniz
 
 def test_pieces_have_the_tokens_of_the_whole_text(trained: tokenizers.Tokenizer) -> None:
     text = "def f(x):\n    return x\n\n\nclass A:\n    the = 1 \n\t\nthe fox\nx\n" * 40
-    parts = [i for part in pieces(text, 64) for i in trained.encode(part)]
-    assert len(list(pieces(text, 64))) > 10
+    parts = [i for part in cut_text(text, 64) for i in trained.encode(part)]
+    assert len(list(cut_text(text, 64))) > 10
     assert parts == trained.encode(text)
 
 

@@ -89,8 +89,8 @@ def test_the_drawings_name_what_they_show(tmp_path: Path, config: RunConfig, pla
     }  # fmt: skip
     run = make_run(plan, facts={"timeline": line})
     document = explain_run(write_run(tmp_path / "run", config, plan, run), profile).to_json()
-    falling = str(charts.waterfall(document["waterfall"], 760))
+    falling = str(charts.waterfall(document["waterfall"]))
     assert "memory-bound operations" in falling and "measured step" in falling and falling.count("<rect") >= 5
-    assert str(charts.roofline(document["roofline"], 760)).count("<circle") == len(document["roofline"]["points"])
-    shown = str(charts.timeline(document["timeline"], 760))
+    assert str(charts.roofline(document["roofline"])).count("<circle") == len(document["roofline"]["points"])
+    shown = str(charts.timeline(document["timeline"]))
     assert "blocks.*: matmul" in shown and 'class="part-forward"' in shown

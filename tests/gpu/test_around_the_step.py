@@ -24,7 +24,7 @@ Config, Train, Losses = Callable[..., RunConfig], Callable[..., Outcome], Callab
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_batches_arrive_as_they_were_made(pinned: bool, device: torch.device) -> None:
-    from ironlaw.train.transfer import Transfer
+    from ironlaw.train.offload import Transfer
 
     transfer = Transfer(device, pinned)
     for number in range(20):

@@ -41,7 +41,7 @@ def test_fp32_is_the_cpus(
 def test_other_precisions_are_near(
     precision: str, config: Config, train: Train, losses: Losses, tmp_path: Path, device: torch.device
 ) -> None:
-    hardware = number_format(precision).in_units(capability(device))
+    hardware = number_format(precision).is_native(capability(device))
     if precision == "tf32" and not hardware:
         with pytest.raises(UserError, match="newer NVIDIA GPU"):
             train(config(train={"precision": precision}), tmp_path / "here")

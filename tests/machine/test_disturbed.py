@@ -12,7 +12,7 @@ import torch
 from ironlaw.config import RunConfig
 from ironlaw.machine import interference
 from ironlaw.machine.host import OtherLoad
-from ironlaw.machine.keep import kept
+from ironlaw.machine.keep import save_unless_disturbed
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.step import plan_run
@@ -26,11 +26,11 @@ def busy(profile: Profile, share: float = 0.5) -> Profile:
 
 
 def test_a_disturbed_measurement_does_not_replace_a_better_one(user_cache: Path, machine_profile: Profile) -> None:
-    assert kept(busy(machine_profile), machine_profile) is machine_profile
+    assert save_unless_disturbed(busy(machine_profile), machine_profile) is machine_profile
     assert load_profile().created == machine_profile.created
     other = replace(machine_profile, threads=machine_profile.threads + 1)
     for earlier in (None, busy(machine_profile), other):  # nothing better of this machine is there
-        kept(busy(machine_profile), earlier)
+        save_unless_disturbed(busy(machine_profile), earlier)
         assert load_profile().created == "2026-03-01T00:00:00"
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.masks import additive, block_mask, dense_mask
 from ironlaw.model.moe import MixtureOfExperts, Router
-from ironlaw.model.moe_config import MoEConfig
 from ironlaw.model.rotary import rotary_tables, rotate
 from ironlaw.model.transformer import Transformer
 

@@ -17,7 +17,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.numerics.products import LowPrecisionLinear, Moment, emulate
 from ironlaw.plan.cluster.estimate import ClusterRequest, plan_cluster
-from ironlaw.train.precision import PRODUCTS, LibraryLinear, Product, _by_torchao, hand_over, mxfp8_product
+from ironlaw.train.precision import PRODUCTS, LibraryLinear, Product, _by_torchao, mxfp8_product, use_product
 from ironlaw.workload.layout import parse_layout
 
 TOKENS, INPUTS, OUTPUTS = 96, 64, 160
@@ -167,7 +167,7 @@ def by_library(product: Product, tile: int, width: int = INPUTS) -> list[torch.T
     torch.manual_seed(0)
     layers = nn.ModuleList([nn.Sequential(Linear(width, 96), Linear(96, 7))])
     names = list(layers.state_dict())
-    hand_over(layers, product, rules_with(tile))
+    use_product(layers, product, rules_with(tile))
     x = torch.randn(3, 11, width, requires_grad=True)
     y = layers[0](x)
     y.square().sum().backward()
@@ -193,7 +193,7 @@ def test_torchaos_mxfp8_is_the_emulated_one() -> None:
     emulated, x = one_layer("mxfp8", Moment()), torch.randn(3, 11, INPUTS)
     torch.manual_seed(0)
     blocks = nn.ModuleList([nn.Sequential(Linear(INPUTS, OUTPUTS))])
-    hand_over(blocks, mxfp8_product("emulated"), rules_with(32))
+    use_product(blocks, mxfp8_product("emulated"), rules_with(32))
     found = []
     for layer in (emulated, blocks[0].get_submodule("0")):
         given = x.clone().requires_grad_()

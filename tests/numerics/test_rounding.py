@@ -9,8 +9,7 @@ import torch
 from ironlaw.catalog.formats import number_format, number_formats
 from ironlaw.errors import UserError
 from ironlaw.numerics import quantize
-from ironlaw.numerics.packing import pack, unpack
-from ironlaw.numerics.rounding import code_values, round_to
+from ironlaw.numerics.rounding import code_values, pack, round_to, unpack
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

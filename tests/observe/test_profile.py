@@ -16,7 +16,7 @@ from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import DEVICE, Event
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
-from ironlaw.observe.measured import _idle_by_the_clock, typical
+from ironlaw.observe.measured import _dispatch_by_the_clock, typical
 from ironlaw.observe.profile import PHASE_SCOPE, STEP_SCOPE, _device_lines, _lines, _place
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, nest
 from ironlaw.plan.step import plan_run
@@ -333,5 +333,5 @@ def test_dispatch_on_a_device_is_what_its_kernels_leave_of_the_phase() -> None:
         Line(Phase.FORWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.FORWARD, Kind.MATMUL, "qkv", seconds=3.0),
         Line(Phase.BACKWARD, Kind.HOST, "dispatch", seconds=9.0), Line(Phase.BACKWARD, Kind.MATMUL, "qkv", seconds=3.0),
     ]  # fmt: skip
-    found = _idle_by_the_clock(lines, {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0})
+    found = _dispatch_by_the_clock(lines, {Phase.FORWARD: 4.0, Phase.BACKWARD: 2.0})
     assert [line.seconds for line in found] == [1.0, 3.0, 0.0, 3.0]

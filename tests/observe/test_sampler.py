@@ -1,4 +1,4 @@
-"""What the main thread is found doing while the step waits."""
+"""What the main thread is found activity_of while the step waits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ironlaw
 from ironlaw.ledger import Phase
 from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import ClockReading, Interval, Partition
-from ironlaw.observe.sampler import StackSampler, classify, doing
+from ironlaw.observe.sampler import StackSampler, activity_of, data_stage_of
 from ironlaw.observe.user_code import stacks
 
 
@@ -67,7 +67,7 @@ def tokenizes(ended: threading.Event) -> None:
 
 def test_waiting_for_a_thread_at_work_is_sharing_the_interpreters_lock() -> None:
     def both(waiting: FrameType) -> tuple[str, str]:
-        return while_running(counts, lambda busy: classify(waiting, [busy]))
+        return while_running(counts, lambda busy: data_stage_of(waiting, [busy]))
 
     stage, place = while_running(waits, both)
     assert stage == "lock" and place.partition(":")[0] == __file__
@@ -90,7 +90,7 @@ def test_a_line_that_holds_the_interpreters_lock_has_its_time() -> None:
 
 def test_waiting_for_a_thread_that_waits_too_is_not() -> None:
     def both(waiting: FrameType) -> tuple[str, str]:
-        return while_running(waits, lambda other: classify(waiting, [other]))
+        return while_running(waits, lambda other: data_stage_of(waiting, [other]))
 
     assert while_running(waits, both)[0] == "read"
 
@@ -106,7 +106,7 @@ def test_a_thread_that_computes_beside_the_loop_has_a_line(part: float, monkeypa
     partition = Partition()
     partition.start()
     with StackSampler(partition) as sampler:
-        while not sampler._beside:
+        while not sampler._other_threads:
             time.sleep(0.01)
     ended.set()
     found = sampler.busy_thread()
@@ -115,8 +115,8 @@ def test_a_thread_that_computes_beside_the_loop_has_a_line(part: float, monkeypa
 
 
 def test_tokenising_is_known_by_its_names() -> None:
-    assert while_running(tokenizes, classify)[0] == "tokenise"
-    assert while_running(counts, classify)[0] == "read"
+    assert while_running(tokenizes, data_stage_of)[0] == "tokenise"
+    assert while_running(counts, data_stage_of)[0] == "read"
 
 
 def test_a_logger_on_the_stack_is_logging() -> None:
@@ -124,12 +124,12 @@ def test_a_logger_on_the_stack_is_logging() -> None:
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.put(doing(sys._getframe()))
+            found.put(activity_of(sys._getframe()))
 
     logger = logging.getLogger("test_sampler")
     logger.addHandler(Handler())
     logger.warning("a line")
-    assert (found.get_nowait(), doing(sys._getframe())) == ("logs", "")
+    assert (found.get_nowait(), activity_of(sys._getframe())) == ("logs", "")
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -153,7 +153,7 @@ def test_looks_at_gaps_are_told_from_passes_and_all_lines_of_an_update_are_kept(
     now = ClockReading(0.0, 0.0, 0.0)
     first, second, update = (Interval(now, now, phase) for phase in (Phase.FORWARD, Phase.FORWARD, Phase.OPTIMIZER))
     sampler, call = StackSampler(Partition()), "train.py:9"
-    sampler._looks = [
+    sampler._samples = [
         *[(first, ["mask.py:3", call], call, "")] * 2,
         (second, ["model.py:5", call], call, "module"),
         *[(update, [f"own.py:{n}"], "train.py:12", "") for n in range(5)],

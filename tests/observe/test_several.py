@@ -20,7 +20,7 @@ from ironlaw.explain.observed_remedies import _threads
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.trials import fused_update_saves
+from ironlaw.observe.trials import time_fused_update
 from ironlaw.observe.updates import updates_of
 from ironlaw.workload.trace import trace
 
@@ -183,7 +183,7 @@ def test_complex_parameters_count_as_two_numbers_and_have_no_fused_update() -> N
     optimizer.step()
     (update,) = updates_of([optimizer])
     assert update.elements == 3 * 64 and update.state_bytes() == update.held_bytes
-    assert fused_update_saves([optimizer]) is None
+    assert time_fused_update([optimizer]) is None
 
 
 def test_it_is_seen_which_gradients_a_forward_pass_finds(tmp_path: Path, machine_profile: Profile) -> None:

@@ -12,13 +12,8 @@ from ironlaw.config import build_config
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.parameters import Parameter
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.requests.advice import (
-    CommunicationSaving,
-    cluster_savings,
-    compressed_share,
-)
+from ironlaw.plan.requests.advice import cluster_savings
 from ironlaw.plan.step import plan_step
 from ironlaw.workload.collectives import collectives, compressed_elements, table_of
 from ironlaw.workload.layout import parse_layout
@@ -35,9 +30,9 @@ def asked(engine: str, global_batch: int, on: str = "32xa100-sxm-80gb") -> Clust
     )
 
 
-def by_setting(savings: list[CommunicationSaving]) -> dict[str, CommunicationSaving]:
+def by_setting(savings: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
-        next(word for word in ("bf16", "powersgd", "local") if word in saving.setting): saving for saving in savings
+        next(word for word in ("bf16", "powersgd", "local") if word in saving["setting"]): saving for saving in savings
     }
 
 
@@ -46,21 +41,20 @@ def test_powersgd_sends_two_thin_matrices_or_nothing_less() -> None:
     assert compressed_elements((1000,), 4) == 1000  # a bias
     assert compressed_elements((8, 8), 4) == 64  # would save nothing
     assert compressed_elements((300, 10, 10), 2) == 800
-    assert compressed_share([Parameter("a", (1000, 1000)), Parameter("b", (1000,))], 4) == pytest.approx(9 / 1001)
 
 
 def test_savings_of_a_cluster_save_what_a_step_waits_for() -> None:
     found = by_setting(cluster_savings(asked("torchtitan", 64), parse_layout("dp=32 micro_batch=1")))
     assert found.keys() == {"bf16", "powersgd", "local"}
     for saving in found.values():
-        assert 0 < saving.saves_seconds <= 1.001 * saving.exposed_seconds
-        assert saving.costs_seconds > 0
+        assert 0 < saving["saves_seconds"] <= 1.001 * saving["exposed_seconds"]
+        assert saving["costs_seconds"] > 0
     # Half the bytes, half the time over the network; nothing is left between meetings.
-    assert found["bf16"].saves_seconds == pytest.approx(found["bf16"].exposed_seconds / 2, rel=0.1)
-    assert found["powersgd"].sent_share < 0.02
-    assert found["local"].pays and found["local"].sent_share == 1 / 500
+    assert found["bf16"]["saves_seconds"] == pytest.approx(found["bf16"]["exposed_seconds"] / 2, rel=0.1)
+    assert found["powersgd"]["sent_share"] < 0.02
+    assert found["local"]["pays"] and found["local"]["sent_share"] == 1 / 500
     # Compression is work of its own, whatever the network.
-    assert not found["powersgd"].pays
+    assert not found["powersgd"]["pays"]
 
 
 def test_nothing_is_said_where_gradients_are_not_waited_for_or_already_narrow() -> None:

@@ -15,7 +15,7 @@ from ironlaw.machine.profile import MatmulFit, Profile
 from ironlaw.machine.timing import MeasuredMachine
 from ironlaw.plan import totals as record
 from ironlaw.plan.step import choose_precision, plan_run
-from ironlaw.plan.totals import HELD_BY_TRAINER, HELD_WHEN_PROFILED, LIBRARY_BYTES, fits
+from ironlaw.plan.totals import LIBRARY_BYTES, PROFILED_ALLOCATION, TRAINER_ALLOCATION, fits
 from ironlaw.workload.operations import Operation
 
 Config = Callable[..., RunConfig]
@@ -76,7 +76,7 @@ def test_precision_is_chosen_by_time_and_only_for_a_clear_gain(
 def test_fits_compares_the_process_with_the_memory(
     tiny_config: Config, machine_profile: Profile, user_cache: Path
 ) -> None:
-    for steps, held in ((0, HELD_BY_TRAINER), (5, HELD_WHEN_PROFILED)):
+    for steps, held in ((0, TRAINER_ALLOCATION), (5, PROFILED_ALLOCATION)):
         ledger = plan_run(tiny_config(train={"profile_steps": steps}), machine_profile)
         needed, tensors = (ledger.totals[name].value for name in ("resident_bytes", "peak_bytes"))
         assert needed == held[1] * tensors + machine_profile.runtime_bytes + LIBRARY_BYTES

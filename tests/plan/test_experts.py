@@ -10,7 +10,7 @@ from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
 from ironlaw.ledger import Estimate, Origin
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.model.parameters import of_blocks
 from ironlaw.plan.cluster.candidates import candidates_of, extra_launches
 from ironlaw.plan.cluster.collective_costs import rows_sent_per_token

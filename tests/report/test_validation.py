@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from ironlaw import units
 from ironlaw.report.page import render
 from ironlaw.report.record_view import FOOTER, PAGE, over_limit, record_view, worst_rows
-from ironlaw.report.svg import Cloud, scatter, short_bytes, short_seconds, ticks
+from ironlaw.report.svg import Cloud, scatter, short, short_seconds, ticks
 
 
 def errors(n: int, size: float = 0.1) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def test_ticks_are_round_and_few():
     for low, high in ((1e-3, 1e3), (1.0, 1.2), (1e-9, 1e9)):
         assert len(ticks(low, high)) <= 8
     assert [short_seconds(v) for v in (0.003, 0.5, 30.0)] == ["3 ms", "500 ms", "30 s"]
-    assert [short_bytes(v) for v in (2.0**29, 2.0**33)] == ["512 MiB", "8 GiB"]
+    assert [short(units.bytes_(v)) for v in (2.0**29, 2.0**33)] == ["512 MiB", "8 GiB"]
 
 
 def test_failed_runs_fall_into_classes(document):

@@ -396,13 +396,14 @@ def test_what_still_runs_at_the_end_of_draining_is_told_so(directory: Path) -> N
 
 
 def test_a_server_with_keys_wants_one(directory: Path) -> None:
-    with running(directory, api_keys=("secret",), blocks=64) as (url, _):
+    with running(directory, api_keys=("secret", "schlüssel"), blocks=64) as (url, _):
         for headers, status in (
             ({}, 401),
             ({"Authorization": "Bearer wrong"}, 401),
             ({"Authorization": "secret"}, 401),
             ({"Authorization": "Bearer secret"}, 200),
             ({"Authorization": "bearer secret"}, 200),
+            ({"Authorization": "Bearer schlüssel".encode()}, 200),
         ):
             assert PATIENT.get(f"{url}/v1/models", headers=headers).status_code == status
         assert PATIENT.get(f"{url}/health").status_code == 200

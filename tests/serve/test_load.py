@@ -132,14 +132,14 @@ def test_an_interrupted_load_shows_what_was_answered(
     async def get(self: Client, path: str, method: str = "GET") -> tuple[int, Any]:
         return (200, {"data": [{"id": "m"}]}) if path == "/v1/models" else (404, None)
 
-    async def ask(self: Client, plan: Any, prompt: Any, outcome: RequestOutcome, ignore_eos: bool) -> None:
+    async def send(self: Client, plan: Any, *request: Any) -> RequestOutcome:
         asked.append(plan)
         if len(asked) > 4:  # of which the first is the probe
             raise KeyboardInterrupt
-        outcome.status, outcome.output_tokens, outcome.ttft, outcome.end = 200, 4, 0.1, 0.4
+        return RequestOutcome(0.0, 8, 4, output_tokens=4, status=200, ttft=0.1, end=0.4)
 
     monkeypatch.setattr(Client, "get", get)
-    monkeypatch.setattr(Client, "ask", ask)
+    monkeypatch.setattr(Client, "send", send)
     load = ("bench", "http://127.0.0.1:1", "--concurrency", "1", "--out", "kept")
     code, out, err = ironlaw_here(*load)
     assert code == 130 and "3 of 3 requests answered" in out and "interrupted" in out and "interrupted" in err
@@ -188,11 +188,11 @@ def test_what_prompts_add_to_a_mixed_step_is_prefill_and_phases_add_up() -> None
 def test_a_recording_is_of_the_load_that_asked_for_it() -> None:
     recording = Recording()
     for rows in (1, 64):
-        recording.ask(1)
+        recording.start(1)
         with recording.step(torch.nn.Linear(64, 64), "decode"):
             torch.ones(rows, 64) @ torch.ones(64, 64)
         assert recording.lines()
-    recording.ask(1)
+    recording.start(1)
     assert recording.lines() == []
 
 

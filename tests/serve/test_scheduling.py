@@ -169,12 +169,12 @@ def test_what_can_never_run_is_refused_at_once(model: Transformer) -> None:
 
 def test_an_answer_longer_than_the_context_goes_on_from_its_newest_half(model: Transformer) -> None:
     server, asked = engine(model), SamplingParams(max_tokens=150, seed=5, ignore_eos=True)
-    one, again = (server.generate_beyond_context([1, 2], asked) for _ in range(2))
+    one, again = (list(server.stream([1, 2], asked)) for _ in range(2))
     assert one == again and len(one) == 150 > server.context
-    assert server.generate_beyond_context([1, 2], SamplingParams(max_tokens=150, seed=6)) != one
+    assert list(server.stream([1, 2], SamplingParams(max_tokens=150, seed=6))) != one
     served = server.served
     ends = replace(served, end_tokens=frozenset({one[4]}))
-    assert engine(ends).generate_beyond_context([1, 2], replace(asked, ignore_eos=False)) == one[: one.index(one[4])]
+    assert list(engine(ends).stream([1, 2], replace(asked, ignore_eos=False))) == one[: one.index(one[4])]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
-from ironlaw.train.recovery import drop_after
+from ironlaw.train.recovery import drop_checkpoints_after
 from ironlaw.train.restore import load
 from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
@@ -525,7 +525,7 @@ def test_a_copy_under_another_name_is_neither_read_nor_dropped(tmp_path: Path) -
     for name in ("step-00000002", "step-00000004", "step-00000004-mine", "step-old"):
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoint.complete(tmp_path)] == ["step-00000002", "step-00000004"]
-    drop_after(tmp_path, 2)
+    drop_checkpoints_after(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000002", "step-00000004-mine", "step-old"}
 
 

@@ -22,8 +22,7 @@ from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.train.compression import _loss, text_of
-from ironlaw.train.finetune import add_adapters, merge
-from ironlaw.train.peft import write_adapter
+from ironlaw.train.finetune import add_adapters, merge, write_adapter
 from ironlaw.train.restore import load_first_weights, load_run
 from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters

@@ -21,10 +21,9 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.checkpoint import newest_of
-from ironlaw.train.optimizer import build_optimizer
+from ironlaw.train.optimizer import build_optimizer, learning_rate
 from ironlaw.train.restore import load_for_inference
 from ironlaw.train.result import Outcome
-from ironlaw.train.schedule import learning_rate
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]

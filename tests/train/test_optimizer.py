@@ -19,10 +19,17 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.step import plan_run
-from ironlaw.train.galore import GaLore, leading_vectors
 from ironlaw.train.host_optimizer import Combined
-from ironlaw.train.optimizer import BITSANDBYTES, build_optimizer, check_library, described, set_learning_rate
-from ironlaw.train.parallel.pipeline import cut
+from ironlaw.train.optimizer import (
+    BITSANDBYTES,
+    GaLore,
+    build_optimizer,
+    check_library,
+    described,
+    leading_vectors,
+    set_learning_rate,
+)
+from ironlaw.train.parallel.pipeline import cut_stage
 from ironlaw.train.parallel.tensor import split_projections
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
@@ -162,7 +169,7 @@ def test_groups_by_pattern_on_a_stage_that_has_some_of_them() -> None:
     module = Transformer(GPT)
     whole = described(module)
     split_projections(module)
-    stage = cut(module, 2, 1, 1)
+    stage = cut_stage(module, 2, 1, 1)
     optimizer = build_optimizer(stage, config, whole=whole)
     found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     by_name = {name: found[id(p)] for name, p in stage.named_parameters()}

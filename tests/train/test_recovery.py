@@ -108,7 +108,7 @@ def test_a_decision_is_a_function_of_what_was_logged() -> None:
     assert spike is not None
     metrics = [{"step": m.step, "loss": m.loss, "grad_norm": m.grad_norm} for m in one.history]
     two = Recovery(DEFAULT, json.loads(json.dumps(events)))
-    two.start_over(json.loads(json.dumps(metrics)))
+    two.reset(json.loads(json.dumps(metrics)))
     decisions = [each.decide(spike, [100, 200, 280, 295]) for each in (one, two)]
     assert decisions[0] == decisions[1]
     assert decisions[0]["to_step"] == 280  # 295 is nearer than `rewind` steps
@@ -239,7 +239,7 @@ def test_killed_while_it_goes_back(
         raise InterruptedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "_choose" if moment == "before" else "drop_after", killed)
+        patch.setattr(recovery, "_choose" if moment == "before" else "drop_checkpoints_after", killed)
         with pytest.raises(InterruptedError):
             train(config, tmp_path / "run")
     said: list[str] = []

@@ -25,9 +25,9 @@ from ironlaw.plan.step import plan_run
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import NoiseScale
+from ironlaw.train.optimizer import learning_rate
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.result import Outcome
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]

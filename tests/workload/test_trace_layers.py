@@ -141,8 +141,8 @@ def test_a_loop_over_tokens_is_known_from_short_sequences(
 
     original = trace_of.__dict__["_traced"]
     monkeypatch.setattr(trace_of, "_traced", counted)
-    monkeypatch.setattr(trace_of, "ROWS", 100)
-    monkeypatch.setattr(trace_of, "SHORTEST", 10)
+    monkeypatch.setattr(trace_of, "MAX_KERNELS", 100)
+    monkeypatch.setattr(trace_of, "MIN_EXTRAPOLATED_TOKENS", 10)
     found = trace(lambda: Recurrence(window), inputs, repeated=True)
     assert replace(found, assumptions=()) == whole
     assert traced == [5 if short else 1]  # too long, then four lengths; the whole where a window lies between
@@ -160,7 +160,10 @@ def test_a_hybrid_config_is_planned_by_tracing(hybrid: Path) -> None:
     assert answer.fits
     assert answer.ledger.totals["parameters"].value == sum(p.numel() for p in decoder("bamba").parameters())
     assert [one["name"] for one in answer.more["assumed"]] == ["planned by", "global batch"]
-    for asked, said in (({"engine": "nemo"}, "leave --engine out"), ({"precision": "fp8"}, "under autocast")):
+    for asked, said in (
+        ({"engine": "nemo"}, "--engine is for clusters.*leave it out"),
+        ({"precision": "fp8"}, "under autocast"),
+    ):
         with pytest.raises(UserError, match=said):
             plan_request(str(hybrid), on="h200", options=Options(sequence=32, **asked))
 

@@ -235,6 +235,11 @@ DETECTED = [
 ]
 
 
+class ByScale(nn.Linear):
+    def forward(self, images: dict[int, Tensor]) -> Tensor:  # type: ignore[override]
+        return sum(scale * super(ByScale, self).forward(image).mean() for scale, image in images.items())
+
+
 class Bag(nn.Module):
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -267,6 +272,7 @@ class WithoutLoops(nn.Module):
         (Named, [Input("x", (4, WIDE))]),
         (Detector, DETECTED),
         (Detector, {"images": [torch.randn(3, 20, 16)], "targets": [{"boxes": torch.randn(3, 4)}]}),
+        (lambda: ByScale(WIDE, 8), {"images": {1: torch.randn(4, WIDE), 2: torch.randn(8, WIDE)}}),
         (lambda: Bag(False), BAG),
         (lambda: Bag(True), BAG),
         (lambda: nn.Embedding(1000, WIDE, sparse=True), [Input("input", (40,), "int64")]),

@@ -227,4 +227,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ffn_bias": False,
     },
 }
-"""What each switch of `model/switches.py` changes, in a model that has it. Sizes are the tests' own."""
+"""What each switch of `model/dimensions.py` changes, in a model that has it. Sizes are the tests' own."""

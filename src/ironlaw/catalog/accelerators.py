@@ -27,10 +27,10 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8", "fp4")
 BEFORE_FLASH = ("volta", "turing")
 """Generations without FlashAttention-2 and PyTorch's flash kernels, which need Ampere or newer."""
 
-USUAL = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
+USUAL_FORMS = ("h100-sxm-80gb", "a100-sxm-80gb", "v100-sxm-32gb", "a100-sxm-40gb", "v100-sxm-16gb")
 """The forms that most published runs used, for chips sold in several; the first that agrees with a text is taken."""
 
-_SILENT = {
+_IGNORED_WORDS = {
     "nvidia", "amd", "intel", "google", "apple", "tesla", "geforce", "instinct", "radeon", "gpu", "graphics", "card",
     "accelerator", "tensor", "core", "cloud", "data", "center", "dgx", "hgx", "generation", "edition", "with", "w",
     "design",
@@ -111,10 +111,10 @@ def peak(acc: Accelerator, dtype: str) -> Figure:
 
 def resolve(name: str) -> str:
     """Return the full name for what the user typed. UserError if none or several match."""
-    typed = _typed(name)
+    typed = _normalized(name)
     if typed in accelerator_names():
         return typed
-    if other := devices.taken(typed):
+    if other := devices.aliases().get(typed):
         return other[0]
     matches = [typed] if typed in devices.lines() else _forms_of(name)
     if len(matches) == 1:
@@ -124,9 +124,9 @@ def resolve(name: str) -> str:
     raise unknown("accelerator", name, (*accelerator_names(), *devices.device_names()))
 
 
-def taken_for(name: str) -> tuple[str, str] | None:
+def alias_of(name: str) -> tuple[str, str] | None:
     """Return the catalogue's name for an alias, and why it was chosen among several; None if `name` is no alias."""
-    return devices.taken(_typed(name))
+    return devices.aliases().get(_normalized(name))
 
 
 def closest(text: str) -> tuple[str, str | None]:
@@ -137,15 +137,15 @@ def closest(text: str) -> tuple[str, str | None]:
     """
     try:
         name = resolve(text)
-        return name, None if name == _typed(text) else (taken_for(text) or ("", ""))[1]
+        return name, None if name == _normalized(text) else (alias_of(text) or ("", ""))[1]
     except UserError:
         found = _forms_of(text)
         if not found:
             raise
         plain = [name for name in found if "power" not in _read(name)[2]]  # a power limit is never implied
-        taken = next((name for name in (*USUAL, *plain) if name in found), found[0])
-        others = ", ".join(name for name in found if name != taken)
-        return taken, f"the form is not said; not {others}"
+        chosen = next((name for name in (*USUAL_FORMS, *plain) if name in found), found[0])
+        others = ", ".join(name for name in found if name != chosen)
+        return chosen, f"the form is not said; not {others}"
 
 
 def catalogued(text: str) -> str:
@@ -153,7 +153,7 @@ def catalogued(text: str) -> str:
     return closest(text)[0]
 
 
-def _typed(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
@@ -167,7 +167,7 @@ def _read(text: str) -> tuple[str, str, dict[str, str]]:
     for word in re.findall(r"[a-z0-9]+", text):
         if match := _CONFIGURATION.fullmatch(word):
             said[str(match.lastgroup)] = match[str(match.lastgroup)]
-        elif word not in _SILENT and not re.fullmatch(r"(hbm|gddr)\w+", word):
+        elif word not in _IGNORED_WORDS and not re.fullmatch(r"(hbm|gddr)\w+", word):
             chip += word
     brand, chip = re.fullmatch(_BRAND, chip).groups()  # type: ignore[union-attr]
     return brand, chip, said

@@ -2,7 +2,7 @@
 
     device_names()                     # ("a100-80gb", "a100-sxm-80gb-330w", "a30", ...)
     entry("rtx-3060")                  # content that its file in `accelerators/` would have
-    taken("a100-80gb")                 # ("a100-sxm-80gb", "the form is not said; ...")
+    aliases()["a100-80gb"]             # ("a100-sxm-80gb", "the form is not said; ...")
 
 A line gives `memory` (GiB), `rate` (of the memory, GB/s), `units` (SMs, CUs, cores), `watts`, `link` (GB/s, one
 direction), and dense peaks in TFLOP/s by dtype, all from `source`. Matrix-unit peaks not published for each
@@ -36,25 +36,15 @@ _WORDS = {"gtx": "GeForce GTX", "titan": "TITAN", "rx": "Radeon RX", "xt": "XT",
 
 def device_names() -> tuple[str, ...]:
     """Return all names, aliases included, sorted."""
-    return tuple(sorted({*_lines(), *_taken()}))
-
-
-def taken(name: str) -> tuple[str, str] | None:
-    """Return the device that this alias stands for, and why it was chosen if others were possible; None if no alias."""
-    return _taken().get(name)
-
-
-def lines() -> tuple[str, ...]:
-    """Return the names of devices with their own line."""
-    return tuple(_lines())
+    return tuple(sorted({*lines(), *aliases()}))
 
 
 def entry(name: str) -> dict[str, Any]:
     """Return the content that a file of `accelerators/` would have for this device."""
-    line, ratios = _lines()[name]
+    line, ratios = lines()[name]
     found: dict[str, Any] = {"product": _product(name), "default_node": line.get("node", "pcie-workstation")}
     if base := line.get("like"):
-        found = entry(base) if base in _lines() else read_toml("accelerators", f"{base}.toml")
+        found = entry(base) if base in lines() else read_toml("accelerators", f"{base}.toml")
         found["peak_flops_per_second"] = dict(found["peak_flops_per_second"])
         if "node" in line:
             found["default_node"] = line["node"]
@@ -98,8 +88,8 @@ def _product(name: str) -> str:
 
 
 @cache
-def _lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """Return name -> (its line with defaults filled in, the ratios of its file)."""
+def lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each device's line with defaults filled in, and the ratios of its file, by name."""
     found = {}
     for stem in stems(FOLDER):
         data = read_toml(FOLDER, f"{stem}.toml")
@@ -110,7 +100,8 @@ def _lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 @cache
-def _taken() -> dict[str, tuple[str, str]]:
+def aliases() -> dict[str, tuple[str, str]]:
+    """Return the device that each alias stands for, and why it was chosen if others were possible."""
     return {
         name: (line["name"], line.get("why", ""))
         for stem in stems(FOLDER)

@@ -71,12 +71,12 @@ class NumberFormat:
         return (1 << (self.exponent_bits - 1)) - 1
 
     @property
-    def least_exponent(self) -> int:
+    def min_exponent(self) -> int:
         """log2 of the smallest normal number."""
         return 1 - self.bias if self.mantissa_bits else -self.bias
 
     @property
-    def greatest_exponent(self) -> int:
+    def max_exponent(self) -> int:
         """floor(log2) of the largest number."""
         assert self.exponent_bits is not None
         codes = (1 << self.exponent_bits) - 1 - self.bias
@@ -93,7 +93,7 @@ class NumberFormat:
         assert self.mantissa_bits is not None
         # If the only NaN is the highest code, the largest number is the code below it.
         steps = 2.0 ** (1 - self.mantissa_bits) if self.special == "nan" else 2.0**-self.mantissa_bits
-        return float(2.0**self.greatest_exponent * (2.0 - steps)) if self.mantissa_bits else 2.0**self.greatest_exponent
+        return float(2.0**self.max_exponent * (2.0 - steps)) if self.mantissa_bits else 2.0**self.max_exponent
 
     @property
     def smallest(self) -> float:
@@ -103,7 +103,7 @@ class NumberFormat:
         if self.values:
             return min(abs(value) for value in self.values if value)
         assert self.mantissa_bits is not None
-        return float(2.0 ** (self.least_exponent - self.mantissa_bits))
+        return float(2.0 ** (self.min_exponent - self.mantissa_bits))
 
     @property
     def spacing(self) -> float:
@@ -128,7 +128,7 @@ class NumberFormat:
         peaks = found.peak_flops_per_second
         return self.peak in peaks and (not self.block_scaled or "fp4" in peaks) and self.vendor in ("", found.vendor)
 
-    def in_units(self, capability: tuple[int, int] | None) -> bool:
+    def is_native(self, capability: tuple[int, int] | None) -> bool:
         """Whether a training step computes natively in this format at this compute capability (None: a CPU)."""
         reached = self.capability is None or (capability is not None and capability >= self.capability)
         return bool(self.library) and reached
@@ -264,17 +264,16 @@ class PrecisionRecipe:
 
 @cache
 def precision_recipes() -> dict[str, PrecisionRecipe]:
-    return {name: _recipe(name, table) for name, table in read_toml("precision_recipes.toml").items()}
+    recipes = {}
+    for name, table in read_toml("precision_recipes.toml").items():
+        formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
+        recipes[name] = PrecisionRecipe(name=name, **{**table, **formats})
+    return recipes
 
 
 def precision_recipe(precision: str) -> PrecisionRecipe | None:
     """Return the recipe of a precision, or None if its products take the tensors as they are."""
     return precision_recipes().get(precision)
-
-
-def _recipe(name: str, table: dict[str, Any]) -> PrecisionRecipe:
-    formats = {key: number_format(table[key]) for key in ("input", "weight", "gradient")}
-    return PrecisionRecipe(name=name, **{**table, **formats})
 
 
 # -- targets of `ironlaw compress` and `train.qat` ---------------------------------------------------------------------

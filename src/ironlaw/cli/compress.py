@@ -11,7 +11,7 @@ from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.cli.options import Json
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.report.console import answer, messages, output, print_json
-from ironlaw.train.run_directory import beside
+from ironlaw.train.run_directory import path_beside
 from ironlaw.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def compress(
     from ironlaw.report.catalog_view import compression_view
     from ironlaw.train.compression import compress_run
 
-    out = out or beside(source, to)
+    out = out or path_beside(source, to)
     result = compress_run(
         source, target, out, engine_decoder, method=method, score=score, whole=all_layers,
         within=room, data=data, say=messages().print,
@@ -88,12 +88,12 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
     if out is not None and (out.suffix != ".html" or out.is_dir()):
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
-    from ironlaw.cli.tune import seconds_of
+    from ironlaw.cli.tune import parse_budget
     from ironlaw.report.page import write
     from ironlaw.report.sweep_view import FOOTER, sweep_view
     from ironlaw.train.sweep import sweep_formats
 
-    found = sweep_formats(source, engine_decoder, seconds_of(budget), data=data, say=messages().print)
+    found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)
     view = sweep_view(found)
     answer(json, found, lambda _: view)
     if out is not None:
@@ -114,7 +114,7 @@ def engine_decoder(model: Transformer, held: Mapping[str, Quantized]) -> Decoder
     config = ServeConfig(batch=1)
     served = prepare(model, config, model.config.name, held)
     engine = Engine(served, config)
-    run = lambda count: len(engine.generate_beyond_context([0], SamplingParams(max_tokens=count, temperature=0.0)))  # noqa: E731
+    run = lambda count: len(list(engine.stream([0], SamplingParams(max_tokens=count, temperature=0.0))))  # noqa: E731
     embedding = model.embedding.weight if model.embedding is not None else None
     looked_up = 0 if embedding is None or embedding is model.head._parameters.get("weight") else embedding.nbytes
     return Decoder(run, served.weight_bytes - looked_up, served.kernels)
@@ -144,7 +144,7 @@ def export(
     dtype = dtype or ("fp16" if to == "gguf" else "fp32")
     if dtype not in DTYPES[to]:
         raise UserError(f"--dtype {dtype!r} is not known of {to}: write {', '.join(DTYPES[to])}")
-    folder = folder or beside(run, to)
+    folder = folder or path_beside(run, to)
 
     from ironlaw.train.restore import load_run
 
@@ -166,7 +166,7 @@ def export(
 
 
 def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
-    from ironlaw.data.chat import template_of
+    from ironlaw.data.chat import read_template
     from ironlaw.model.gguf import check_gguf, write_gguf
     from ironlaw.model.huggingface.verify import Verified
     from ironlaw.train.run_directory import complete_or_nothing
@@ -178,7 +178,7 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     beside: dict[str, Any] = {}
     if tokenizer is not None:
         beside = {"tokenizer": tokenizer.path, "begin": tokenizer.begin, "end": tokenizer.end}
-        beside |= {"adds_begin": tokenizer.adds_begin, "template": template_of(tokenizer.home)[0]}
+        beside |= {"adds_begin": tokenizer.adds_begin, "template": read_template(tokenizer.home)[0]}
     with complete_or_nothing(folder) as partial:
         write_gguf(partial / "model.gguf", model.config, model.state_dict(), dtype, scales=scales, **beside)
     return kind, Verified(reason="a GGUF file is not read back here")
@@ -187,9 +187,9 @@ def _gguf(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
 def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verified]:
     import torch
 
-    from ironlaw.data.chat import Text, stopping, template_of
+    from ironlaw.data.chat import Text, end_fields, read_template
     from ironlaw.data.tokenizer import GENERATION
-    from ironlaw.files import known_json, write_json
+    from ironlaw.files import read_json_or_empty, write_json
     from ironlaw.model.huggingface.configs import family_of
     from ironlaw.model.huggingface.verify import verify
     from ironlaw.model.huggingface.weights import write_model, write_tensors, write_tokenizer
@@ -200,10 +200,10 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
     config, kind = model.config, family_of(model.config).kind  # raises before anything is written
     stops, named = dict[str, Any](), dict[str, Any]()
     if tokenizer is not None:
-        template, special = template_of(tokenizer.home)
+        template, special = read_template(tokenizer.home)
         named = special if template is None else special | {"chat_template": template}
         turns = Text(tokenizer, template, special).turn_ends()
-        stops = stopping(tokenizer.begin, tokenizer.ends | turns, tokenizer.end)
+        stops = end_fields(tokenizer.begin, tokenizer.ends | turns, tokenizer.end)
     precision = getattr(torch, _TORCH.get(dtype, "float32"))
     if dtype in STORED:
         check_stored(config, trained.held, dtype)
@@ -215,7 +215,9 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
             write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:
             write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context, **named)
-            if generation := known_json(tokenizer.home / GENERATION):  # else `transformers` takes it from config.json
+            if generation := read_json_or_empty(
+                tokenizer.home / GENERATION
+            ):  # else `transformers` takes it from config.json
                 write_json(partial / GENERATION, generation | stops)
         verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
         if verified.differs:

@@ -61,7 +61,7 @@ def inspect(
 ) -> None:
     """Rows of a training batch as the model sees them, document by document."""
     from ironlaw.data.loader import Loader
-    from ironlaw.data.stats import rows_of
+    from ironlaw.data.stats import describe_rows
     from ironlaw.report.data_view import rows_view
 
     settings = load_config(config, set_ or [])
@@ -69,7 +69,7 @@ def inspect(
     loader = Loader(dataset, settings.data.model_copy(update={"loader_processes": 0}), settings.sequence)
     batch = loader.training(settings.train.global_batch, settings.train.seed).batch(step)
     tokenizer = dataset.tokenizer() if dataset.tokenizer_path is not None else None
-    document = rows_of(batch.rows(slice(0, rows)), tokenizer, dataset.end_of_text)
+    document = describe_rows(batch.rows(slice(0, rows)), tokenizer, dataset.end_of_text)
     answer(json, {"schema_version": 1, "step": step, "rows": document}, lambda _: rows_view(document))
 
 
@@ -143,12 +143,12 @@ def clean(
     json: Json = False,
 ) -> None:
     """What the cache of prepared data holds, with its sizes; removes it after asking."""
-    from ironlaw.data.cache import chosen, entries, remove
+    from ironlaw.data.cache import entries, remove, select_entries
     from ironlaw.data.config import DataConfig
     from ironlaw.report.data_view import cache_view
 
     folder = cache or DataConfig().cache_folder
-    picked = chosen(entries(folder), names or [], unused_days)
+    picked = select_entries(entries(folder), names or [], unused_days)
     if not json:
         show(cache_view(folder, picked))
     wanted = yes

@@ -21,7 +21,7 @@ FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 FAULT = 70  # a bug in Ironlaw; EX_SOFTWARE of sysexits.h
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 _CLICK: type[Exception] = typer.BadParameter.__mro__[2]  # of click, which typer may bundle
-ALONE_SECONDS = 20.0  # after which a refusing rank reports the error itself
+RANK_0_WAIT_SECONDS = 20.0  # after which a refusing rank reports the error itself
 
 
 class Interrupted(Exception):
@@ -107,7 +107,7 @@ def leave_quietly() -> None:
 def _leave_it_to_the_first() -> None:
     """Wait until the node's first rank has reported the error that all ranks share. Returns only if it does not."""
     started = time.monotonic()
-    while time.monotonic() - started < ALONE_SECONDS:
+    while time.monotonic() - started < RANK_0_WAIT_SECONDS:
         if "TORCHELASTIC_RUN_ID" in os.environ and _torchrun() is None:  # the first rank has ended torchrun
             os._exit(WRONG_INPUT)
         time.sleep(0.05)

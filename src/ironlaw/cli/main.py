@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ironlaw.cli.failure import WRONG_INPUT, Interrupted, fail, leave_quietly
-from ironlaw.errors import LARGEST, LONGEST, JobFailed, UserError, shortened
+from ironlaw.errors import MAX_INTEGER, MAX_TEXT, JobFailed, UserError, shortened
 from ironlaw.package import __version__
 from ironlaw.report.console import answered, has_reader, silence
 
@@ -88,11 +88,11 @@ class Verb(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         for parameter in self.params:
             value = ctx.params.get(parameter.name)
-            too_large = isinstance(value, int) and abs(value) > LARGEST
+            too_large = isinstance(value, int) and abs(value) > MAX_INTEGER
             if too_large or (isinstance(value, float) and not math.isfinite(value)):
-                raise UserError(f"{parameter.opts[0]} {value}: give a finite number of at most {LARGEST:,}")
-            if isinstance(value, str) and len(value) > LONGEST and parameter.name != "prompt":
-                raise UserError(f"{parameter.opts[0]} {shortened(value)}: give at most {LONGEST:,} characters")
+                raise UserError(f"{parameter.opts[0]} {value}: give a finite number of at most {MAX_INTEGER:,}")
+            if isinstance(value, str) and len(value) > MAX_TEXT and parameter.name != "prompt":
+                raise UserError(f"{parameter.opts[0]} {shortened(value)}: give at most {MAX_TEXT:,} characters")
             if value == "" and parameter.default is None:
                 raise UserError(f"{parameter.opts[0]} is empty: give a value or leave it out")
         return super().invoke(ctx)

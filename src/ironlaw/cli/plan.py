@@ -81,17 +81,19 @@ def plan(
 
     runnable, limits = None, Limits.of(within, max_rent)
     if ranks and serve is None:  # layouts that the trainer refuses are not planned
-        from ironlaw.train.parallel.planning import runs
+        from ironlaw.train.parallel.planning import can_run
 
-        runnable = runs
+        runnable = can_run
     options = Options(
         tokens, seq, global_batch, steps, precision, optimizer, engine, layout, emit,
         Prices(price_per_hour, grid, pue), limits, inputs=tuple(input_ or ()), real=real, network=network,
         per_node=per_node, ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
     if serve is None:
-        with progress("Planning") if limits else nullcontext(lambda share, what: None) as say:
-            plan = plan_request(what, on=on or limits.usual_place, overrides=set_ or [], options=options, say=say)
+        with progress("Planning") if limits else nullcontext(lambda share, what: None) as report:
+            plan = plan_request(
+                what, on=on or limits.default_target, overrides=set_ or [], options=options, report=report
+            )
         _show(plan, why, json)
         return
     if on == "this":
@@ -171,8 +173,8 @@ def _view(name: str, found: dict[str, Any]) -> Document:
     def sent(table: dict[str, dict[str, int]]) -> str:
         return units.bytes_(sum(of["bytes"] for of in table.values()))
 
-    made, traffic, memory = Document(), [], []
-    made.heading(f"Rehearsal of {name}: {found['layout']}")
+    view, traffic, memory = Document(), [], []
+    view.heading(f"Rehearsal of {name}: {found['layout']}")
     for stage in found["stages"]:
         position, full = str(stage["position"]), stage["at_scale"].items()
         traffic.append([
@@ -187,8 +189,8 @@ def _view(name: str, found: dict[str, Any]) -> Document:
             units.bytes_(stage["at_scale_held_bytes"]),
             ", ".join(f"{part} {units.bytes_(size)}" for part, size in largest),
         ])  # fmt: skip
-    made.table(["stage", "rank", "rehearsed", "planned", "<", "one step at scale"], traffic)
-    made.table(["stage", "held here", "planned here", "", "at scale", "<of which"], memory)
-    made.text("At scale: this trainer in bf16, weights and moments in fp32.")
-    made.text(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(found['peak_bytes']['value'])}")
-    return made
+    view.table(["stage", "rank", "rehearsed", "planned", "<", "one step at scale"], traffic)
+    view.table(["stage", "held here", "planned here", "", "at scale", "<of which"], memory)
+    view.text("At scale: this trainer in bf16, weights and moments in fp32.")
+    view.text(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(found['peak_bytes']['value'])}")
+    return view

@@ -18,8 +18,8 @@ from ironlaw.report.console import answer, messages, print_json, progress
 if TYPE_CHECKING:
     from ironlaw.serve.load import Report
 
-MOST_REQUESTS = 10_000_000  # of one load: each is kept
-TICK = 0.001  # seconds, the least that is a limit or a duration
+MAX_REQUESTS = 10_000_000  # of one load: each is kept
+MIN_SECONDS = 0.001  # seconds, the least that is a limit or a duration
 
 
 def serve(
@@ -125,18 +125,22 @@ def bench(
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="Instead: so many at once.", min=1)] = None,
     trace: Annotated[Path | None, typer.Option(help="Instead: a recorded trace, JSON lines or CSV.")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1, max=MOST_REQUESTS)] = None,
+    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1, max=MAX_REQUESTS)] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Instead of --requests, with --rate: how long.", min=TICK)
+        float | None, typer.Option(help="Instead of --requests, with --rate: how long.", min=MIN_SECONDS)
     ] = None,
     input: Annotated[int | None, typer.Option(help="Tokens of a prompt; 128 unless given.", min=1)] = None,
     output_tokens: Annotated[
         int | None, typer.Option("--output", help="Tokens of an answer; 64 unless given.", min=1)
     ] = None,
     prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.", min=0)] = 0,
-    ttft: Annotated[float | None, typer.Option(help="Limit for goodput: seconds to the first token.", min=TICK)] = None,
-    tpot: Annotated[float | None, typer.Option(help="Limit for goodput: seconds per token after it.", min=TICK)] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds, of one request.", min=TICK)] = 600.0,
+    ttft: Annotated[
+        float | None, typer.Option(help="Limit for goodput: seconds to the first token.", min=MIN_SECONDS)
+    ] = None,
+    tpot: Annotated[
+        float | None, typer.Option(help="Limit for goodput: seconds per token after it.", min=MIN_SECONDS)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds, of one request.", min=MIN_SECONDS)] = 600.0,
     seed: Annotated[int, typer.Option(help="With --rate: of the arrival times.")] = 0,
     model: Annotated[str | None, typer.Option(help="The server's first unless given.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
@@ -162,8 +166,8 @@ def bench(
         plans = load.read_trace(trace)[:requests]
     else:
         count = requests or (math.ceil(seconds * rate) if seconds and rate else 100)
-        if count > MOST_REQUESTS:
-            raise UserError(f"--seconds {seconds:g} at this rate is {count:,} requests, at most {MOST_REQUESTS:,}")
+        if count > MAX_REQUESTS:
+            raise UserError(f"--seconds {seconds:g} at this rate is {count:,} requests, at most {MAX_REQUESTS:,}")
         input, output_tokens = input or 128, output_tokens or 64
         plans = load.poisson(rate or math.inf, count, input, output_tokens, seed)
     shortest = min(plan.prompt_tokens for plan in plans)
@@ -205,10 +209,10 @@ def bench(
 
 def _keep(out: Path, report: Report, asked: dict[str, Any], found: dict[str, Any]) -> None:
     """Write a run directory for `ironlaw explain`."""
-    from ironlaw.ledger import line_of
+    from ironlaw.ledger import parse_line
     from ironlaw.serve.measured import serving_ledger, write_run
 
     server: dict[str, Any] = report.server or {"steps": [], "facts": {}}
-    lines = map(line_of, server.get("lines", ()))
+    lines = map(parse_line, server.get("lines", ()))
     ledger = serving_ledger(server["steps"], server["facts"] | {"load": asked}, found, lines)
     write_run(out, ledger, [o.to_json() for o in report.outcomes], server["steps"])

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ironlaw.cli.options import Config, Json, Set
-from ironlaw.config import LayoutConfig, RunConfig, build_config, load_config, model_in, tokenizer_in, with_settings
+from ironlaw.config import (
+    LayoutConfig,
+    RunConfig,
+    build_config,
+    find_tokenizer,
+    format_overrides,
+    load_config,
+    read_model_config,
+)
 from ironlaw.cores import torchrun_integer, usable_threads
 from ironlaw.errors import UserError, did_you_mean, printable
 from ironlaw.files import as_name
@@ -50,11 +58,11 @@ def train(
 
     from ironlaw.machine.keep import this_machine
     from ironlaw.report.live import LiveRun
-    from ironlaw.train.run_directory import default_name, find_run
+    from ironlaw.train.run_directory import find_run, new_run_directory
     from ironlaw.train.session import run_training
 
     say = messages()
-    folder = out or default_name(settings.model.name)
+    folder = out or new_run_directory(settings.model.name)
     find_run(folder, settings, resume)  # raises before any time is spent
 
     profile = this_machine(say.print, progress)
@@ -84,10 +92,10 @@ def distil(
     json: JsonAtEnd = False,
 ) -> None:
     """Short for `train` with `objective.kind = "distillation"`, and with the teacher's tokenizer and vocabulary."""
-    vocab, folder = model_in(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
+    vocab, folder = read_model_config(teacher, f"--teacher {teacher}").vocab, teacher.absolute()
     settings = {"objective.kind": "distillation", "objective.teacher": str(folder), "model.vocab": vocab}
-    settings |= {f"data.{key}": value for key, value in tokenizer_in(folder).items()}
-    train(config, [*with_settings(settings), *(set_ or [])], None, out, resume, dashboard, json)
+    settings |= {f"data.{key}": value for key, value in find_tokenizer(folder).items()}
+    train(config, [*format_overrides(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 
 def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
@@ -124,7 +132,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
     from ironlaw.report.live import LiveRun
     from ironlaw.train.parallel.job import job
     from ironlaw.train.parallel.planning import choose_layout, with_layout
-    from ironlaw.train.run_directory import default_name
+    from ironlaw.train.run_directory import new_run_directory
 
     say = messages()
 
@@ -134,14 +142,14 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
         return with_layout(config, choice.best.layout)
 
     with job(settings, host.memory_bytes(), resume, choose) as here:
-        folder = here.ranks.on_rank_0(lambda: out or default_name(settings.model.name))
+        folder = here.ranks.on_rank_0(lambda: out or new_run_directory(settings.model.name))
         profile = here.ranks.on_rank_0(lambda: this_machine(say.print, progress))
         live = LiveRun(say, folder, dashboard and here.ranks.is_rank_0)
         with live if here.ranks.is_rank_0 else nullcontext():
             if here.ranks.is_rank_0:
                 live.say(here.title)
             outcome = here.train(
-                folder, profile, resume=resume or here.rendezvous.restarted,
+                folder, profile, resume=resume or here.restarted,
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.is_rank_0:
@@ -217,8 +225,8 @@ def launch(
     if not json:
         print(printable(text), end="", flush=True)
         say.print(f"written to {path}; submit it with `{' '.join(jobs.SUBMIT[on])} {path}` or --submit")
-    told = jobs.submit(on, path) if submit else None
+    answer = jobs.submit(on, path) if submit else None
     if json:
-        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": told})
-    elif told:
-        say.print(told)
+        print_json({"file": str(path), "text": text, "run": str(request.out), "submitted": answer})
+    elif answer:
+        say.print(answer)

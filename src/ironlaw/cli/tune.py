@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ironlaw.explain.tune import Tuned
 
 
-LONGEST_SECONDS = 366 * 86400.0
-AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of the load for serving
+MAX_BUDGET_SECONDS = 366 * 86400.0
+DEFAULT_CONCURRENCY, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of the load for serving
 
 
 def tune(
@@ -44,7 +44,7 @@ def tune(
     data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
     json: Json = False,
 ) -> None:
-    seconds = seconds_of(budget)
+    seconds = parse_budget(budget)
     if (config is None) == (serve is None):
         raise UserError("say what to tune: a config file, or --serve with a run or a Hugging Face directory")
     load = {"concurrency": concurrency, "input": input, "output": output_tokens, "data": data}
@@ -65,7 +65,7 @@ def tune(
 
     say = messages().print
     if serve is not None:
-        asked = concurrency or AT_ONCE, input or PROMPT_TOKENS, output_tokens or ANSWER_TOKENS, data
+        asked = concurrency or DEFAULT_CONCURRENCY, input or PROMPT_TOKENS, output_tokens or ANSWER_TOKENS, data
         result = _tune_serving(serve, *asked, seconds, set_ or [], exact, keep, say)
     else:
         assert config is not None
@@ -110,13 +110,13 @@ def _tune_serving(
     return tune_serving(tried, measure, base, given, budget_seconds=seconds, keep=keep, say=say)
 
 
-def seconds_of(text: str) -> float:
+def parse_budget(text: str) -> float:
     """Parse a time to spend, in seconds: `90s`, `15min`, `1h`."""
     try:
         seconds = units.parse_seconds(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= LONGEST_SECONDS:
+    if not 0 < seconds <= MAX_BUDGET_SECONDS:
         raise UserError(f"--budget {shortened(text)!r} is no time to spend: write for example 90s, 15min or 1h")
     return seconds
 

@@ -59,7 +59,7 @@ class TokenWindows:
 
     def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
         for row, start in enumerate(keys.tolist()):
-            fill_window(batch, row, self._tokens[start : start + self.sequence + 1], self._bounds, start)
+            fill_row(batch, row, self._tokens[start : start + self.sequence + 1], self._bounds, start)
 
     def in_order(self) -> np.ndarray:
         """Return the keys of all windows in order, from the first token on, for held-out text."""
@@ -176,14 +176,14 @@ class Batches:
         return batch
 
 
-def fill_window(
+def fill_row(
     batch: Batch[np.ndarray], row: int, window: np.ndarray, bounds: np.ndarray | None, start: int
 ) -> None:  # fmt: skip
     """Fill a row with `window` (sequence + 1,): tokens from `start` on of a text with documents at `bounds`."""
     batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
     if batch.documents is not None:
         assert bounds is not None
-        batch.documents[row] = documents_of(bounds, start, len(window) - 1)
+        batch.documents[row] = number_documents(bounds, start, len(window) - 1)
 
 
 def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:
@@ -191,7 +191,7 @@ def empty(rows: int, sequence: int, documents: bool) -> Batch[np.ndarray]:
     return Batch(inputs, np.empty_like(inputs), np.empty((rows, sequence), dtype=np.int32) if documents else None)
 
 
-def check_enough(tokens: TokenArray, sequence: int, sequences_per_batch: int) -> None:
+def check_fills_batch(tokens: TokenArray, sequence: int, sequences_per_batch: int) -> None:
     needed = sequence * sequences_per_batch + 1
     if len(tokens) < needed:
         raise UserError(
@@ -218,7 +218,7 @@ def evaluation_batches(
         yield batch
 
 
-def documents_of(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
+def number_documents(bounds: np.ndarray, start: int, length: int) -> np.ndarray:
     """Return (length,) int32: the document of each position's target, counted from the row's first.
 
     A separator counts as part of the document after it, so that an input and its target are in one document.

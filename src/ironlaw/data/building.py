@@ -1,4 +1,4 @@
-"""Folders of shards in the making: an interruption keeps the finished shards; the next call continues after them."""
+"""Preparation of a folder of shards: an interruption keeps the finished shards; the next call continues after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ironlaw import units
 from ironlaw.data import shards
 from ironlaw.data.corpus import START, Corpus, Cursor
 from ironlaw.data.splits import SPLITS, Splitter
-from ironlaw.data.tokenise import Tokeniser, pieces_of
+from ironlaw.data.tokenise import Tokeniser, read_pieces
 from ironlaw.errors import UserError
 from ironlaw.files import FULL, lock_file, read_json, write_json
 
@@ -62,7 +62,7 @@ def resume(folder: Path, head: dict[str, Any]) -> FinishedShards:
                     break  # this shard and those after it are made again
                 work.shards.append(shard)
             work.seconds.update(document["seconds"])
-    finished = {name for shard in work.shards for split in SPLITS for name, _ in shards.files_of(shard[split])}
+    finished = {name for shard in work.shards for split in SPLITS for name, _ in shards.list_files(shard[split])}
     for file in folder.iterdir():
         if file.name not in finished | {PROGRESS, "tokenizer.json"}:
             file.unlink()
@@ -91,7 +91,7 @@ def build(
     if progress is not None:
         progress(min(sum(file.size for file in corpus.files[: work.next[0]]), total), total)
     try:
-        with closing(tokeniser.encode(pieces_of(corpus, splitter, work.next))) as chunks:
+        with closing(tokeniser.encode(read_pieces(corpus, splitter, work.next))) as chunks:
             for chunk in chunks:
                 start = time.perf_counter()
                 for piece, ids in chunk:
@@ -142,10 +142,10 @@ def make(final: Path, fill: Callable[[Path], Any], damaged: dict[str, Any] | Non
                 if partial.exists() and not (partial / PROGRESS).exists():
                     shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        raise cannot_write(final.parent, error, kept=(partial / PROGRESS).exists()) from None
+        raise write_error(final.parent, error, kept=(partial / PROGRESS).exists()) from None
 
 
-def in_the_making(final: Path) -> bool:
+def is_being_made(final: Path) -> bool:
     """Return whether a process is making `final` now. False on file systems without locks."""
     try:
         with (final.parent / f".lock-{final.name}").open("rb") as file:
@@ -163,7 +163,7 @@ def _lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
-def cannot_write(folder: Path, error: OSError, kept: bool) -> UserError:
+def write_error(folder: Path, error: OSError, kept: bool) -> UserError:
     reason = error.strerror or str(error)
     if error.errno in FULL:
         with suppress(OSError):

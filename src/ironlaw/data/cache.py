@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ironlaw.data.building import in_the_making
+from ironlaw.data.building import is_being_made
 from ironlaw.data.shards import INDEX
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.files import known_json
+from ironlaw.files import read_json_or_empty
 
 PARTIAL = ".partial-"
 
@@ -48,13 +48,13 @@ def entries(folder: Path) -> list[CacheEntry]:
         times = [max(status.st_mtime, status.st_atime) for name, status in files.items() if name != INDEX]
         used = max(times, default=path.stat().st_mtime)
         size = sum(status.st_size for status in files.values())
-        busy = in_the_making(folder / path.name.removeprefix(PARTIAL))
-        source = known_json(path / INDEX).get("path")
+        busy = is_being_made(folder / path.name.removeprefix(PARTIAL))
+        source = read_json_or_empty(path / INDEX).get("path")
         found.append(CacheEntry(path, kind, None if source is None else str(source), size, used, busy))
     return sorted(found, key=lambda entry: -entry.bytes)
 
 
-def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None) -> list[CacheEntry]:
+def select_entries(found: list[CacheEntry], names: list[str], unused_days: float | None) -> list[CacheEntry]:
     """Return the entries with these names or beginnings of names (none: all) that are unused for `unused_days`."""
     picked = found
     if names:
@@ -71,7 +71,7 @@ def chosen(found: list[CacheEntry], names: list[str], unused_days: float | None)
 
 def remove(entry: CacheEntry) -> bool:
     """Delete an entry. Return False, and delete nothing, while a process is making it."""
-    if in_the_making(entry.path.parent / entry.name):
+    if is_being_made(entry.path.parent / entry.name):
         return False
     # Renamed first, so that a process that opens the entry now finds nothing instead of half of it.
     doomed = entry.path.with_name(f".removed-{entry.path.name}")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
 from ironlaw.data.tokenizer import GENERATION, Tokenizer, read_tokenizer
 from ironlaw.errors import UserError
-from ironlaw.files import at_home, known_json, read_json, read_text, write_json
+from ironlaw.files import at_home, read_json, read_json_or_empty, read_text, write_json
 
 # Private-use characters: a message in the rendered text, and where the assistant's text begins and ends.
 _MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
@@ -33,7 +35,7 @@ Messages = Sequence[dict[str, Any]]
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}  # of OpenAI's API; templates may add others
 
 
-LONG = 20_000  # characters; encoding longer texts takes milliseconds
+LONG_TEXT = 20_000  # characters; encoding longer texts takes milliseconds
 
 # The characters that byte-level tokenizers write bytes as: the printable ones of Latin-1, and others for the rest.
 _PRINTED = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -42,9 +44,9 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 }
 
 
-def ids_of(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
+def encode_ids(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
     try:
-        if len(text) < LONG:
+        if len(text) < LONG_TEXT:
             return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
         # Only batch calls release the interpreter's lock, and without offsets they take half the time.
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
@@ -70,7 +72,7 @@ class Text:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the ids of a prompt. Special tokens may be spelt in it, as in other servers of this API."""
-        return ids_of(self.tokenizer, text, add_special)
+        return encode_ids(self.tokenizer, text, add_special)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -116,9 +118,9 @@ class Text:
         """Return the special token that the template writes after an answer, if it writes one."""
         if self.template is None:
             return frozenset()
-        said = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
+        messages = [{"role": "user", "content": "\ue000"}, {"role": "assistant", "content": "\ue001"}]
         try:
-            after = self._render(said, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
+            after = self._render(messages, False).rpartition("\ue001")[2].replace(_END, "").lstrip()
         except UserError:  # the template does not accept this conversation
             return frozenset()
         first = self.encode(after, add_special=False)[:1]
@@ -141,8 +143,8 @@ class Text:
         for name, mark in (("chosen", 0), ("rejected", REJECTED)):
             answer = pair[name]
             if isinstance(prompt, str) and isinstance(answer, str):
-                asked = ids_of(self._plain, prompt)
-                ids = np.array([*asked, *ids_of(self._plain, answer), self._end])
+                asked = encode_ids(self._plain, prompt)
+                ids = np.array([*asked, *encode_ids(self._plain, answer), self._end])
                 learned = np.arange(len(ids)) >= len(asked)
             else:
                 assert isinstance(prompt, list) and isinstance(answer, list)
@@ -191,7 +193,7 @@ class Text:
             if part.startswith("\ue000"):
                 take()
                 number = int(part[1:-1])
-                inner = ids_of(self._plain, messages[number]["content"])
+                inner = encode_ids(self._plain, messages[number]["content"])
                 ids += inner
                 learned += [inside] * len(inner)
                 chunk, spans, quoted = "", [], [i for i in quoted if i != number]
@@ -214,8 +216,8 @@ class Text:
         try:
             return str(self.template.render(**names))
         except Exception as error:  # an untrusted program, and variables from any request
-            told = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"the model's chat template refuses: {told}") from None
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(f"the model's chat template refuses: {reason}") from None
 
 
 class _Generation(Extension):
@@ -231,14 +233,15 @@ class _Generation(Extension):
 
 
 MAX_RENDERED, PASS = 5 * 10**7, 50  # characters that a rendering makes in all, and for how many of them a pass counts
+_PRODUCTS = ("*", "**", "center", "expandtabs", "indent", "join", "ljust", "replace", "rjust", "tojson", "wordwrap",
+             "zfill")  # fmt: skip
 _left: ContextVar[list[int]] = ContextVar("characters that a rendering may still make")
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox where passes of loops, written text and the results of `+`, `*` and `**` are paid from one sum. Jinja2
-    only limits `range`s."""
+    """A sandbox where texts, lists and passes of loops are paid from one sum. Jinja2 only limits `range`s."""
 
-    intercepted_binops = frozenset(("+", "*", "**"))
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -251,10 +254,15 @@ class _Bounded(ImmutableSandboxedEnvironment):
         return tree
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        lengths = [len(v) if isinstance(v, str | list | tuple) else 0 for v in (left, right)]
-        factors = [abs(v) if isinstance(v, int) else length for v, length in zip((left, right), lengths, strict=True)]
-        _pay(sum(lengths) if operator == "+" else factors[0] * factors[1])
-        return super().call_binop(context, operator, left, right)
+        return _paid(self.binop_table[operator], operator)(left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = partial(super().call, context, called)
+        return _paid(method, getattr(called, "__name__", ""), getattr(called, "__self__", None))(*args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        return wrapped and _paid(wrapped, "format", value.__self__)
 
 
 def _filtered(value: Any, name: str) -> nodes.Filter:
@@ -268,6 +276,33 @@ def _pay(size: int) -> None:
         raise jinja2.TemplateError(
             f"it makes more than {MAX_RENDERED:,} characters, or {MAX_RENDERED // PASS:,} passes of loops"
         )
+
+
+def _paid(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
+    """Wrap an operator, a filter or a method `of` a text. What may grow is paid before it is made."""
+
+    @wraps(function)
+    def paid(*given: Any, **named: Any) -> Any:
+        if name == "join":  # what is joined may come one by one
+            given = tuple(list(v) if isinstance(v, Iterator) else v for v in given)
+        _pay(_growth(name, [v for v in (of, *given, *named.values()) if isinstance(v, str | int | list | tuple)]))
+        result = function(*given, **named)
+        _pay(len(result) if isinstance(result, str | list | tuple) else 1)
+        return result
+
+    return paid
+
+
+def _growth(name: str, values: list[Any]) -> int:
+    """Return an upper bound of the result's length where it may exceed all arguments together, else 0. The bound of a
+    number is its size."""
+    if name in ("%", "format"):
+        return max((int(width) for v in values if isinstance(v, str) for width in re.findall(r"\d+", v)), default=0)
+    if name not in _PRODUCTS:
+        return MAX_RENDERED + 1 if name == "translate" else 0
+    lists = [len(v) + sum(len(i) for i in v if isinstance(i, str)) for v in values if isinstance(v, list | tuple)]
+    sizes = lists + [abs(v) if isinstance(v, int) else len(v) for v in values if isinstance(v, int | str)]
+    return math.prod(max(1, size) for size in sizes)
 
 
 def _passes(items: Iterable[Any]) -> Iterator[Any]:
@@ -293,7 +328,9 @@ def _compiled(template: str) -> Any:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters |= {"tojson": _json, "passes": _passes, "written": _written}
+    environment.filters["tojson"] = _json
+    environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
+    environment.filters |= {"passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
@@ -303,7 +340,7 @@ def _compiled(template: str) -> Any:
         raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
-def template_of(folder: Path, given: str | None = None) -> tuple[str | None, dict[str, str]]:
+def read_template(folder: Path, given: str | None = None) -> tuple[str | None, dict[str, str]]:
     """Return the chat template of a Hugging Face directory or a run, or that of the `given` file, and the special
     tokens that it may name."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
@@ -321,20 +358,20 @@ def template_of(folder: Path, given: str | None = None) -> tuple[str | None, dic
     return template if isinstance(template, str) else None, special
 
 
-def keep_beside(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> None:
-    """Write into `folder`, which has a copy of the tokenizer, what the files beside the tokenizer say of it: chat
+def write_tokenizer_fields(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> None:
+    """Write into `folder`, which has a copy of the tokenizer, the fields of the files beside it: chat
     template, special tokens, and the ids at which its model stops. `template`: a file with another chat template."""
-    source, special = template_of(tokenizer.home, template)
+    source, special = read_template(tokenizer.home, template)
     if source is not None:
         special = {"eos_token": tokenizer.end_of_text_token} | special | {"chat_template": source}
     if special:
         write_json(folder / CONFIG, special)
-    stated = known_json(tokenizer.home / GENERATION)
+    stated = read_json_or_empty(tokenizer.home / GENERATION)
     if stated or tokenizer.ends != {tokenizer.end_of_text}:
-        write_json(folder / GENERATION, stated | stopping(tokenizer.begin, tokenizer.ends, tokenizer.end))
+        write_json(folder / GENERATION, stated | end_fields(tokenizer.begin, tokenizer.ends, tokenizer.end))
 
 
-def stopping(begin: int, ends: Iterable[int], end: int) -> dict[str, Any]:
+def end_fields(begin: int, ends: Iterable[int], end: int) -> dict[str, Any]:
     """Return the fields of `config.json` and `generation_config.json` for where a text begins and ends, `end` first."""
     several = sorted(ends, key=lambda one: (one != end, one))
     return {"bos_token_id": begin, "eos_token_id": several if len(several) > 1 else several[0]}
@@ -343,7 +380,7 @@ def stopping(begin: int, ends: Iterable[int], end: int) -> dict[str, Any]:
 def text_for_training(tokenizer: Tokenizer, template: str | None, plain: bool = False) -> Text:
     """Return a `Text` with the template in the file `template`, or else the one beside the tokenizer. UserError if
     there is none, unless `plain` text is enough."""
-    source, special = template_of(tokenizer.home, template)
+    source, special = read_template(tokenizer.home, template)
     if source is None and not plain:
         raise UserError(
             f"there is no chat template beside the tokenizer in {tokenizer.home}: give one in data.chat_template, a "

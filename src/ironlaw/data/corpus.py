@@ -52,7 +52,7 @@ _SAVED = ("state.json", "dataset_dict.json")  # files that `save_to_disk` writes
 class File:
     """One file of a corpus. `name` is its path below the root, with forward slashes; `size` is in bytes.
 
-    `kind` is the file's reader (`readers.kind_of`). A text file is one document; every other file holds many.
+    `kind` is the file's reader (`readers.find_kind`). A text file is one document; every other file holds many.
     """
 
     name: str
@@ -105,8 +105,8 @@ class Corpus:
         """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(self, see: Callable[[File, str], None] = lambda file, text: None) -> None:
-        """Read every text file once and keep those that hold text. Calls `see(file, text)` for each of these.
+    def scan(self, on_text: Callable[[File, str], None] = lambda file, text: None) -> None:
+        """Read every text file once and keep those that hold text. Calls `on_text(file, text)` for each of these.
 
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
@@ -117,7 +117,7 @@ class Corpus:
             if text is not None:
                 kept.append(file)
                 if file.kind == "text":
-                    see(file, text)
+                    on_text(file, text)
         self.files = kept
 
     def fingerprint(self) -> str:
@@ -290,7 +290,7 @@ def _kind(path: Path, source: SourceConfig) -> str | None:
         # Beside its index a .bin is not text; if it is the source itself, it stands for the pair.
         return None if at_home(source.path).name != path.name else "megatron"
     if source.format == "auto":
-        return readers.kind_of(path)
+        return readers.find_kind(path)
     if source.format == "huggingface":
         return "arrow"
     if source.format == "megatron" and path.suffix != ".idx":
@@ -352,7 +352,7 @@ def tail_cut(text: str, fraction: float) -> int:
     return cut if newline in (-1, len(text) - 1) else newline + 1
 
 
-def pieces(text: str, characters: int = 2**18) -> Iterator[str]:
+def cut_text(text: str, characters: int = 2**18) -> Iterator[str]:
     """Cut a long document into pieces, so that every core gets work.
 
     Pieces end only at a newline between two characters that are not blank. A byte-level BPE never merges across such a

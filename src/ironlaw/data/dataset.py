@@ -13,7 +13,7 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.shards import TokenSplit, files_of, open_split, read_index
+from ironlaw.data.shards import TokenSplit, list_files, open_split, read_index
 from ironlaw.data.splits import SPLITS
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of
@@ -95,5 +95,5 @@ def open_dataset(folder: Path, checksums: bool | None = None, reused: bool = Tru
         unigram_loss=index["unigram_loss"],
         reused=reused,
         name=index["path"],
-        digest=digest_of([[files_of(shard[split]) for split in SPLITS] for shard in index["shards"]]),
+        digest=digest_of([[list_files(shard[split]) for split in SPLITS] for shard in index["shards"]]),
     )

@@ -110,7 +110,7 @@ class Loader:
                     f"needs {needed}: lower train.global_batch or model.context, or give more text in data.path"
                 )
             return rows
-        batches.check_enough(train.tokens, self.sequence, needed)
+        batches.check_fills_batch(train.tokens, self.sequence, needed)
         return TokenWindows(train.tokens, self.sequence, seed, needed, train.bounds)
 
     def _rows(self, split: TokenSplit, seed: int) -> PackedRows:

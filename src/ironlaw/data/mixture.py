@@ -39,7 +39,7 @@ class Mixture:
         self.parts = list(parts)
         self.sequence = parts[0].sequence
         self._seed = seed
-        self.places = np.array(places(weights))
+        self.places = np.array(compute_places(weights))
         self._ends = np.cumsum(self.places)
         # An epoch ends when every source has been seen whole; shorter sources have been repeated by then.
         self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
@@ -73,7 +73,7 @@ class Mixture:
         return {"rows": self.per_epoch, "shares": shares} | together
 
 
-def places(weights: Sequence[float]) -> list[int]:
+def compute_places(weights: Sequence[float]) -> list[int]:
     """Return each source's places in a block: shares rounded by largest remainder, at least one each, to fill it."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     if min(exact) < 0.5:
@@ -97,7 +97,7 @@ def prepare_mixture(
     if tokenised and given is None:
         raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
     weights = tuple(corpus.source.weight for corpus in sources)
-    places(weights)  # raises before any work
+    compute_places(weights)  # raises before any work
     tokenizer = given or shared_tokenizer(config, vocab, sources)
     total, done = sum(corpus.bytes for corpus in sources), 0
     parts: list[Dataset] = []

@@ -46,18 +46,22 @@ def in_order(
 
 
 class ProcessPool:
-    """Context manager of `processes` that call `start(*arguments)` before anything else. `setting` is the config key of
-    their number. UserError at the end if a process was killed."""
+    """Context manager of `processes`. Each makes an object with `make` at its first call, and hands it to every call.
 
-    def __init__(self, processes: int, setting: str, start: Callable[..., None], *arguments: Any) -> None:
+    `make` and the functions are pickled. `setting` is the config key of the number of processes. UserError at the end
+    if a process was killed.
+    """
+
+    def __init__(self, processes: int, setting: str, make: Callable[[], Any]) -> None:
         self.setting = setting
         # Not forked: the threads of PyTorch and of libraries do not survive a fork.
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(start, arguments))
+        self._pool = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(make,))
 
     def submit(self, function: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Call `function(made, *arguments)` in a process."""
         with _without_main():  # the call may start a process
-            return self._pool.submit(function, *arguments)
+            return self._pool.submit(_call, function, arguments)
 
     def __enter__(self) -> Self:
         return self
@@ -71,10 +75,21 @@ class ProcessPool:
             ) from None
 
 
-def _begin(start: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+_make: Callable[[], Any]
+_made: Any = None  # this process's object, from its first call on
+
+
+def _begin(make: Callable[[], Any]) -> None:
+    global _make
+    _make = make
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    start(*arguments)
+
+
+def _call(function: Callable[..., Result], arguments: tuple[Any, ...]) -> Result:
+    global _made
+    _made = _made or _make()  # not in `_begin`: errors here are raised in the parent, as those of the call
+    return function(_made, *arguments)
 
 
 def _end_with_parent() -> None:
@@ -99,7 +114,7 @@ def _without_main() -> Iterator[None]:
 
 
 Made = tuple[Batch[np.ndarray], dict[str, float]]  # a batch and the seconds of its stages
-Open = Callable[[], Any]  # returns a BatchSource; pickled, so a module-level function or a partial of one
+Open = Callable[[], Any]  # returns a BatchSource
 
 
 class ProcessBatches:
@@ -124,8 +139,10 @@ class ProcessBatches:
 
     def _from(self, step: int) -> Generator[Made, None, None]:
         firsts = itertools.count(step, self._depth)
-        with ProcessPool(self._processes, "data.loader_processes", _start, self._opener) as pool:
-            for _, made in in_order(firsts, lambda first: pool.submit(_make, first, self._depth), self._processes):
+        with ProcessPool(self._processes, "data.loader_processes", self._opener) as pool:
+            for _, made in in_order(
+                firsts, lambda first: pool.submit(_make_batches, first, self._depth), self._processes
+            ):
                 yield from made
 
     def close(self) -> None:
@@ -133,24 +150,13 @@ class ProcessBatches:
         self._next = -1
 
 
-_opener: Open
-_batches: Any = None  # this process's source of batches, from its first batch on
-
-
-def _start(opener: Open) -> None:
-    global _opener
-    _opener = opener
-
-
-def _make(first: int, number: int) -> list[Made]:
+def _make_batches(source: Any, first: int, number: int) -> list[Made]:
     """Return the batches of `number` steps from `first` on."""
-    global _batches
-    _batches = _batches or _opener()  # not in `_start`: errors here are raised in the parent, as those of the batch
     made = []
     for step in range(first, first + number):
-        start, before = time.perf_counter(), dict(_batches.seconds)
-        batch = _batches.batch(step)
-        seconds = {stage: spent - before[stage] for stage, spent in _batches.seconds.items()}
+        start, before = time.perf_counter(), dict(source.seconds)
+        batch = source.batch(step)
+        seconds = {stage: spent - before[stage] for stage, spent in source.seconds.items()}
         seconds["read"] += time.perf_counter() - start - sum(seconds.values())
         made.append((batch.map(lambda array: array.astype(np.int32)), seconds))  # halves the bytes to send
     return made

@@ -50,7 +50,7 @@ _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 
 
-def kind_of(path: Path) -> str:
+def find_kind(path: Path) -> str:
     """Return the kind of reader for a file's name: text unless the name is that of another kind."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     last = suffixes[-1] if suffixes else ""
@@ -64,7 +64,7 @@ def kind_of(path: Path) -> str:
 
 
 def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
-    """Yield the documents of a file from position `start` on; `kind` is one that `kind_of` returns, except text."""
+    """Yield the documents of a file from position `start` on; `kind` is one that `find_kind` returns, except text."""
     readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
         "jsonl": _read_jsonl,
         "chat": partial(_read_jsonl, take=_conversation),
@@ -76,7 +76,7 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
     return readers[kind](path, field, start)
 
 
-def spots(kind: str, path: Path, number: int) -> list[int]:
+def find_positions(kind: str, path: Path, number: int) -> list[int]:
     """Return up to `number` positions spread over a file, to sample it without reading all of it."""
     if kind in ("jsonl", "chat", "pairs"):
         if path.suffix.lower() in _COMPRESSED:
@@ -92,7 +92,7 @@ def spots(kind: str, path: Path, number: int) -> list[int]:
     return sorted({rows * i // number for i in range(number)})
 
 
-def usable(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Return `text` with unpaired surrogates replaced: JSON can contain them, UTF-8 cannot."""
     try:
         text.encode("utf-8")
@@ -112,7 +112,7 @@ def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
     found = fields.get(field, 0)
     if not isinstance(found, str | None):
         return None, "text"
-    return (usable(found) if found and found.strip() else None), ""
+    return (replace_surrogates(found) if found and found.strip() else None), ""
 
 
 def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
@@ -125,7 +125,7 @@ def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
         return None, 'text as "content" of every message'
     if field != "prompt" and not any(m["role"] == "assistant" and m["content"].strip() for m in found):
         return None, "an answer of the assistant"
-    return [m | {"content": usable(m["content"])} for m in found], ""
+    return [m | {"content": replace_surrogates(m["content"])} for m in found], ""
 
 
 def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:

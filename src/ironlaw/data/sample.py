@@ -48,7 +48,7 @@ def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
         if file.kind == "text":
             yield file, 0, None
         else:
-            starts = readers.spots(file.kind, file.path, max(1, _SPOTS // records))
+            starts = readers.find_positions(file.kind, file.path, max(1, _SPOTS // records))
             for start, stop in zip(starts, [*starts[1:], None], strict=True):
                 yield file, start, stop
 

@@ -39,7 +39,7 @@ def token_dtype(vocab: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab <= 65_536 else np.dtype("<u4")
 
 
-def files_of(entry: dict[str, Any]) -> list[tuple[str, str]]:
+def list_files(entry: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, checksum) of each file that a split has in a shard, the token file first."""
     return [(entry[f"{what}file"], entry[f"{what}sha256"]) for what in ("", "documents_", "marks_")
             if f"{what}file" in entry]  # fmt: skip
@@ -221,7 +221,7 @@ def damage(folder: Path, shard: dict[str, Any], width: int, checksums: bool) -> 
     """Return what is wrong with a shard's files, or None. Document bounds are small and always checked whole."""
     for split in SPLITS:
         entry = shard[split]
-        for name, digest in files_of(entry):
+        for name, digest in list_files(entry):
             file, tokens = folder / name, name == entry["file"]
             if not file.is_file():
                 return f"{name} is missing"

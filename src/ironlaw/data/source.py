@@ -105,13 +105,14 @@ def _build(
             say(f"{len(work.shards)} finished shards are kept: the same command goes on behind them")
         raise
 
+    skipped = sum((Counter(shard["skipped"]) for shard in work.shards), Counter(corpus.skipped))
     index: dict[str, Any] = {
         "path": corpus.source.path,
         "validation_fraction": config.validation_fraction,
         "seed": config.seed,
         **head,
         "shards": work.shards,
-        "skipped": _skipped(corpus, work.shards),
+        "skipped": dict(sorted(skipped.items())),
     }
     _check(index, folder)
     start = time.perf_counter()
@@ -131,10 +132,10 @@ def _tokenizer(
     """Return the tokenizer and its index entry. It is given, trained, or kept from an interrupted call."""
     file = folder / "tokenizer.json"
     if corpus.tokenised and given is None:
-        return None, _elsewhere(corpus, vocab)
+        return None, _describe_tokenizer(corpus, vocab)
     tokenizer = given
     if tokenizer is None:
-        tokenizer = _left_over(folder) or tokenizers.train(
+        tokenizer = _read_unfinished_tokenizer(folder) or tokenizers.train(
             sample(corpus, splitter, tokenizers.SAMPLE_BYTES), vocab, file
         )
     else:
@@ -147,7 +148,7 @@ def _tokenizer(
     }
 
 
-def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
+def _read_unfinished_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the finished shards of an interrupted call, if there is one."""
     with suppress(OSError, ValueError, KeyError, TypeError, UserError):
         described = read_json(folder / building.PROGRESS)["head"]["tokenizer"]
@@ -156,8 +157,8 @@ def _left_over(folder: Path) -> tokenizers.Tokenizer | None:
     return None
 
 
-def _elsewhere(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
-    """Return what the tokens tell of their tokenizer: the largest id, and the id that ends documents."""
+def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
+    """Return what is known of the tokenizer that made the tokens: its largest id, and the id that ends documents."""
     largest, ends = 0, set()
     for file in corpus.files:
         indexed = megatron.open_indexed(file.path)
@@ -180,13 +181,6 @@ def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:
     )
 
 
-def _skipped(corpus: corpora.Corpus, finished: list[dict[str, Any]]) -> dict[str, int]:
-    counts = Counter(corpus.skipped)
-    for shard in finished:
-        counts.update(shard["skipped"])
-    return dict(sorted(counts.items()))
-
-
 def _check(index: dict[str, Any], folder: Path) -> None:
     documents = {split: sum(shard[split]["documents"] for shard in index["shards"]) for split in SPLITS}
     if documents["train"] and documents["validation"]:
@@ -195,4 +189,4 @@ def _check(index: dict[str, Any], folder: Path) -> None:
     if not any(documents.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
         raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
-    raise splitting.nothing_held_out(index["path"])
+    raise splitting.no_held_out_error(index["path"])

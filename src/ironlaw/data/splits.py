@@ -74,7 +74,7 @@ def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> 
     names: dict[str, int] = {}
     numbers: set[int] = set()
 
-    def see(file: File, text: str) -> None:
+    def add(file: File, text: str) -> None:
         if corpus.stdlib:
             # By name, so that a new release of Python moves no file between the splits; duplicates stay together.
             digest = hashlib.sha256(content_key(text)).digest()
@@ -83,7 +83,7 @@ def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> 
         else:
             numbers.add(number(content_key(text), seed))
 
-    corpus.scan(see)
+    corpus.scan(add)
     check_has_text(corpus)
     records = [file for file in corpus.files if file.kind != "text"]
     complete = sum(file.size for file in records) <= _SMALL_BYTES
@@ -104,7 +104,7 @@ def threshold(numbers: Iterable[int], fraction: float) -> int:
     return min(max(limit, ranked[0] + 1), ranked[-1])
 
 
-def nothing_held_out(path: str) -> UserError:
+def no_held_out_error(path: str) -> UserError:
     return UserError(
         f'none of the documents of data.path = "{path}" is held out: raise data.validation_fraction, set another '
         "data.seed or give more text"

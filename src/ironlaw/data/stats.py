@@ -67,7 +67,7 @@ def _split(split: TokenSplit, vocab: int) -> dict[str, Any]:
     return counts | {"bytes_per_token": bytes_per_token, "document_tokens": sizes, "vocabulary_used": used}
 
 
-def rows_of(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: int) -> list[dict[str, Any]]:
+def describe_rows(batch: Batch[np.ndarray], tokenizer: Tokenizer | None, end_of_text: int) -> list[dict[str, Any]]:
     """Return one entry per row. Documents are the batch's own if it has any, otherwise those between separators."""
     rows = []
     for number, (inputs, targets) in enumerate(zip(batch.inputs, batch.targets, strict=True)):

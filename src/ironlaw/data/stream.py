@@ -24,13 +24,13 @@ from ironlaw.data import corpus as corpora
 from ironlaw.data import splits as splitting
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import empty, fill_window
+from ironlaw.data.batches import empty, fill_row
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
 from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import TokenSplit, token_dtype
-from ironlaw.data.tokenise import TextPiece, Tokeniser, pieces_of, worker_count
+from ironlaw.data.tokenise import TextPiece, Tokeniser, read_pieces, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import append_json_line, digest_of, read_json_lines, sha256
 
@@ -113,7 +113,7 @@ class StreamBatches:
             start, within = block.start, np.array([first + row - block.start.samples])
             key = mix(self.seed, start.epoch, start.file, start.position)
             at = int(permuted(within, block.samples, key)[0]) * self.sequence
-            fill_window(batch, row, block.tokens[at : at + self.sequence + 1], block.bounds, at)
+            fill_row(batch, row, block.tokens[at : at + self.sequence + 1], block.bounds, at)
             self.seconds["pack"] += time.perf_counter() - began
         # Each rank keeps the blocks of the whole global batch: the next global batch begins after it.
         while len(self._kept) > 1 and self._kept[0].end <= (step + 1) * self.sequences_per_batch:
@@ -175,7 +175,7 @@ class StreamBatches:
         epoch, cursor = start.epoch, (start.file, start.position)
         while True:
             size, found = 0, False
-            for piece in pieces_of(self._stream.files(self.seed, epoch), self._stream.splitter, cursor):
+            for piece in read_pieces(self._stream.files(self.seed, epoch), self._stream.splitter, cursor):
                 if wanted := piece.content is not None and piece.split == "train":
                     found = True
                     size += piece.bytes
@@ -230,14 +230,14 @@ def _held_out(
     """Return the first held-out documents, tokenised: about `_VALIDATION_BYTES` of text."""
     chosen: list[TextPiece] = []
     size = 0
-    for piece in pieces_of(corpus, splitter):
+    for piece in read_pieces(corpus, splitter):
         if piece.content is not None and piece.split == "validation":
             chosen.append(piece)
             size += piece.bytes
             if size >= _VALIDATION_BYTES and piece.last:
                 break
     if not chosen:
-        raise splitting.nothing_held_out(path)
+        raise splitting.no_held_out_error(path)
     joined = _Joined(tokenizer)
     for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
         joined.add(piece, ids)

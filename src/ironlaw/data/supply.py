@@ -1,7 +1,7 @@
 """The measured supply rate of the loader, stored beside the prepared tokens for the next plan.
 
-    remember(config, sequence, facts)       # at the end of a run, with what its loader reported
-    recall(config, sequence)                # before the next run: the same facts, or None
+    write_supply(config, sequence, facts)       # at the end of a run, with what its loader reported
+    read_supply(config, sequence)                # before the next run: the same facts, or None
 
 Losing this small file only costs the comparison of supply and demand before the first run.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.data.config import DataConfig
-from ironlaw.files import digest_of, known_json, write_json
+from ironlaw.files import digest_of, read_json_or_empty, write_json
 
-MOST = 256  # settings remembered; the oldest are dropped first
+MAX_SETTINGS = 256  # settings remembered; the oldest are dropped first
 # Settings that change the work per token, where it is done, or how fast the source is read.
 _KEYS = ("path", "format", "sources", "packing", "mask_documents", "streaming", "mock", "loader_processes", "workers")
 
@@ -25,11 +25,11 @@ def supply_path(config: DataConfig) -> Path:
     return config.cache_folder / "supply.json"
 
 
-def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
+def write_supply(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
     """Store what the loader of a finished run reported: tokens per second in all and of each stage."""
     if not facts.get("tokens_per_second"):
         return
-    kept = known_json(supply_path(config))
+    kept = read_json_or_empty(supply_path(config))
     key = _key(config, sequence)
     kept.pop(key, None)
     kept[key] = {
@@ -40,12 +40,12 @@ def remember(config: DataConfig, sequence: int, facts: dict[str, Any]) -> None:
     path = supply_path(config)
     with suppress(OSError):  # the file is optional
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dict(list(kept.items())[-MOST:]))
+        write_json(path, dict(list(kept.items())[-MAX_SETTINGS:]))
 
 
-def recall(config: DataConfig, sequence: int) -> dict[str, Any] | None:
+def read_supply(config: DataConfig, sequence: int) -> dict[str, Any] | None:
     """Return `tokens_per_second`, `stages` and the time `measured`; None if no run has loaded with these settings."""
-    found = known_json(supply_path(config)).get(_key(config, sequence))
+    found = read_json_or_empty(supply_path(config)).get(_key(config, sequence))
     complete = isinstance(found, dict) and {"tokens_per_second", "stages", "measured"} <= found.keys()
     return found if complete else None
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from ironlaw.cores import usable_cores
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.corpus import START, Corpus, Cursor, pieces
+from ironlaw.data.corpus import START, Corpus, Cursor, cut_text
 from ironlaw.data.processes import ProcessPool, in_order
 from ironlaw.data.readers import Content
 from ironlaw.data.splits import Split, Splitter
@@ -46,7 +46,7 @@ class TextPiece:
 Chunk = list[tuple[TextPiece, np.ndarray]]
 
 
-def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[TextPiece]:
+def read_pieces(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iterator[TextPiece]:
     """Yield the corpus from `start` on, cut into pieces for the workers."""
     for document in corpus.documents(start):
         if document.content is None:
@@ -54,7 +54,7 @@ def pieces_of(corpus: Corpus, splitter: Splitter, start: Cursor = START) -> Iter
             continue
         parts = splitter.parts(document.file, document.content)
         for split, content in parts:
-            cut: list[Content] = [content] if isinstance(content, np.ndarray) else list(pieces(content))
+            cut: list[Content] = [content] if isinstance(content, np.ndarray) else list(cut_text(content))
             for part in cut:
                 size = 0 if isinstance(part, np.ndarray) else len(part.encode("utf-8"))
                 last = part is cut[-1]
@@ -99,9 +99,9 @@ class Tokeniser:
             for chunk in self._chunks(source, self._here_bytes):
                 yield list(zip(chunk, _ids_of(chunk, []), strict=True))
         elif self._workers:
-            start = (tokenizers.start_worker, tokenizer.path, tokenizer.end_of_text_token)
-            with ProcessPool(self._workers, "data.workers", *start) as pool:
-                submit = partial(pool.submit, tokenizers.encode_in_worker)
+            make = partial(tokenizers.load_in_worker, tokenizer.path, tokenizer.end_of_text_token)
+            with ProcessPool(self._workers, "data.workers", make) as pool:
+                submit = partial(pool.submit, tokenizers.Tokenizer.encode_timed)
                 yield from self._encode(source, submit, self._chunk_bytes, self._workers, 2 * self._workers + 1)
         else:  # the library releases the interpreter's lock: two batches run while this thread reads
             with ThreadPoolExecutor(2, "tokenise") as threads:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ironlaw.errors import UserError
-from ironlaw.files import at_home, cache_folder, known_json
+from ironlaw.files import at_home, cache_folder, read_json_or_empty
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -116,13 +116,13 @@ class Tokenizer:
 
     def _named(self, key: str) -> str | None:
         """Return a token named in the files beside the tokenizer, such as the `eos_token` of its model."""
-        named = known_json(self.home / "tokenizer_config.json").get(key)
+        named = read_json_or_empty(self.home / "tokenizer_config.json").get(key)
         named = named.get("content") if isinstance(named, dict) else named
         return named if isinstance(named, str) else None
 
     def _stated(self, key: str) -> list[int]:
         """Return the ids under a key of the model's files beside the tokenizer."""
-        there = [known_json(self.home / name).get(key) for name in (GENERATION, "config.json")]
+        there = [read_json_or_empty(self.home / name).get(key) for name in (GENERATION, "config.json")]
         ids = [number for found in there for number in (found if isinstance(found, list) else [found])]
         return [number for number in ids if isinstance(number, int)]
 
@@ -256,19 +256,10 @@ def _allow_parallelism() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 
-_of_worker: Tokenizer | None = None
-
-
-def start_worker(path: Path, end_of_text: str) -> None:
-    """Load the tokenizer in a tokenising process, before its first text. It imports only this module, to start soon."""
-    global _of_worker
+def load_in_worker(path: Path, end_of_text: str) -> Tokenizer:
+    """Load the tokenizer in a tokenising process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the other cores have workers of their own
-    _of_worker = load(path, end_of_text)
-
-
-def encode_in_worker(texts: list[str]) -> tuple[list[np.ndarray], float]:
-    assert _of_worker is not None
-    return _of_worker.encode_timed(texts)
+    return load(path, end_of_text)
 
 
 def rate(sample_bytes: int = 2_000_000) -> float:

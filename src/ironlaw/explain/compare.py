@@ -1,4 +1,4 @@
-"""Why one run is faster or slower than another: by phase, by operation, by what was configured differently."""
+"""Compares two runs: why one is slower, by phase, by operation, by what was configured differently."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ironlaw.explain.grades import Grade, graded_pair
 from ironlaw.explain.noise import sample, threshold
 from ironlaw.ledger import Ledger
 
-NAMED = 3  # causes in the sentence
+MAX_CAUSES = 3  # causes in the sentence
 COMPARED_FACTS = (
     "machine", "threads", "precision", "compile", "accumulation", "batch", "sequence", "data_workers", "versions",
     "machine_speed", "source", "model", "autocast",
@@ -49,12 +49,12 @@ class Comparison:
             )
         slower = "slower" if self.change > 0 else "faster"
         doubt = "" if self.real else " (too few steps to know the noise)"
-        causes = [f"{name} {_signed(seconds)}" for name, seconds in self.causes()[:NAMED]]
+        causes = [f"{name} {'+' if s >= 0 else '−'}{units.seconds(abs(s))}" for name, s in self.causes()[:MAX_CAUSES]]
         because = f": {', '.join(causes)} per step" if causes else ""
         return f"B is {units.percent(abs(self.change))} {slower} per {unit}{doubt}{because}."
 
     def causes(self) -> list[tuple[str, float]]:
-        """Phases by how much they changed, those first that changed in the direction of the step."""
+        """Returns the phases that changed in the direction of the step, the largest change first."""
         direction = 1 if (self.gap.step.missing or 0.0) >= 0 else -1
         changed = [(row.name, (row.measured or 0.0) - (row.planned or 0.0)) for row in self.gap.phases]
         noise = (self.noise or 0.0) * (self.gap.step.planned or 0.0) / 4
@@ -93,19 +93,19 @@ def compare(before: Explanation, after: Explanation) -> Comparison:
 
 
 def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
-    """What was set, or was there, differently: keys of the configs, then facts of the runs."""
+    """Returns what differs: keys of the configs, then facts of the runs."""
     both, changed = (before, after), []
     configs = [_flat(e.config.model_dump(mode="json")) if e.config is not None else {} for e in both]
     for of, (one, other) in {"config": configs, "run": [_facts(e.run) for e in both]}.items():
         for key in dict.fromkeys([*one, *other]):
             a, b = one.get(key), other.get(key)
-            alike = of == "run" and isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_ALIKE
+            alike = of == "run" and isinstance(a, float) and isinstance(b, float) and abs(a - b) < FLOAT_TOLERANCE
             if a != b and not alike:
                 changed.append({"name": key, "before": a, "after": b, "of": of})
     return changed
 
 
-FLOAT_ALIKE = 0.02
+FLOAT_TOLERANCE = 0.02
 
 
 def _facts(run: Ledger) -> dict[str, Any]:
@@ -124,7 +124,3 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _pair(row: Any) -> dict[str, Any]:
     return {"name": row.name, "before": row.planned, "after": row.measured, "difference": row.missing}
-
-
-def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '−'}{units.seconds(abs(seconds))}"

@@ -1,4 +1,4 @@
-"""The bottleneck in one sentence, with its evidence; or none, and why."""
+"""Names the bottleneck in one sentence, with its evidence; or none, and why."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.explain.evidence import RunEvidence
-from ironlaw.explain.rule import Axis, Reading, Rule, Tier
+from ironlaw.explain.rule import Axis, Rule, Tier
 from ironlaw.explain.rules import RULES
 
 MIN_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
-EXPLAINS = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
+SYMPTOM_WEIGHT = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
 MAX_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 
 
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def weight(self) -> float:
-        return self.share * (EXPLAINS if self.cause.symptom else 1.0)
+        return self.share * (SYMPTOM_WEIGHT if self.cause.symptom else 1.0)
 
     def to_json(self) -> dict[str, Any]:
         cause = self.cause
@@ -96,24 +96,23 @@ def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
 def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Finding], list[str]]:
     findings, not_tested = [], []
     for rule in rules:
-        reading = rule.measure(evidence)
-        share = reading.share if isinstance(reading, Reading) else reading
-        if reading is None or share is None:
+        reading = rule.read(evidence)
+        if reading is None:
             not_tested.append(rule.name)
-        elif share >= rule.minimum:
-            findings.append(Finding(rule, share, *rule.describe(evidence, reading)))
+        elif reading.share >= rule.minimum:
+            findings.append(Finding(rule, reading.share, *rule.describe(evidence, reading)))
 
-    def place(finding: Finding) -> tuple[Any, ...]:
+    def order(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)
         eased = finding.slight or finding.cause.noticed is None  # what is a notice when slight is a fault otherwise
         ahead = next(eases, finding) if eased else finding
         return ahead.tier, ahead.slight, ahead.slight and ahead.cause.symptom, -ahead.weight, ahead is not finding
 
-    return sorted(findings, key=place), not_tested
+    return sorted(findings, key=order), not_tested
 
 
 def _insufficient(evidence: RunEvidence) -> str | None:
-    """Why no verdict may be given, if so."""
+    """Returns why no verdict may be given, None if it may."""
     if evidence.step is None:
         return "the step was not timed"
     if all(row.measured is None for row in evidence.gap.phases):

@@ -1,4 +1,4 @@
-"""Energy of a run and the carbon of it: measured by the processor's counters where they can be read, else estimated."""
+"""Computes energy and carbon of a run: measured if the hardware's counters can be read, else estimated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_POWER_SHARE = 0.5  # of a board's power limit: a training step that waits a 
 
 
 def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """Joules, kWh and kg of CO2 of the whole command; `measured` says which kind of number it is.
+    """Returns joules, kWh and kg of CO2 of the whole command; `measured` says which kind of number it is.
 
     An estimate is a range: what a core draws is only known between bounds. None when nothing is known of the power.
     """
@@ -40,7 +40,7 @@ def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
 
 
 def _watts(run: Ledger) -> tuple[float, float, str] | None:
-    """(low, high, where from) of what the run drew, where only its hardware is known."""
+    """Returns (low, high, source) of the watts the run drew, if only its hardware is known."""
     name = str(run.facts.get("machine"))
     if run.facts.get("device") == "cpu":
         power = cpu_power(name)

@@ -1,4 +1,4 @@
-"""What a diagnosis may look at: shares and rates drawn from a plan, a run and their gap. Unknown stays None."""
+"""Evidence of a diagnosis: shares and rates computed from a plan, a run and their gap. Unknown values are None."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.explain.gap import Gap, OperationRow
+from ironlaw.explain.gap import Gap
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine.interference import MAX_OTHER_LOAD
 from ironlaw.units import percent
 
-LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
-CLEARLY_OVER = 1.15  # times the plan
+NOTICED = 0.001  # the value of what is named though it costs nothing here
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,18 @@ class RunEvidence:
 
     @property
     def machine_speed(self) -> float | None:
-        """1.0: as fast as the plan expects this machine to be typically; 0.87: slower during the run."""
+        """Speed relative to what the plan expects of this machine; below 1 it was slower during the run."""
         return self.run.facts.get("machine_speed")
 
     @property
     def tolerance(self) -> float:
-        """Of a plan by tracing: it was not fitted to this module, so that more must be off before it tells."""
+        """Share by which a plan may be off: one by tracing was not fitted to this module."""
         return 0.25 if self.run.facts.get("source") == "observe" else 0.0
 
     @property
     def plan_is_of_another_machine(self) -> bool:
-        """What exceeds it means nothing: ranks on one processor share its cores, and each one's plan has them all; with
-        more threads than cores the plan is of as many as there are; other programs take turns with a loop."""
+        """Whether exceeding the plan means nothing. Ranks on one processor share its cores, and each one's plan has all
+        of them; with more threads than cores the plan has as many as cores; other programs slow a loop."""
         ranks, threads, cores = (self.fact(name) or 1 for name in ("world_size", "threads", "cores"))
         shared = self.fact("source") == "observe" and (self.fact("other_load") or 0.0) > MAX_OTHER_LOAD
         crowded = ranks > 1 or (self.fact("cores") is not None and threads > cores)
@@ -60,12 +59,21 @@ class RunEvidence:
     def fact(self, name: str) -> Any:
         return self.run.facts.get(name)
 
+    def found(self, fact: str, value: float) -> float | None:
+        """The value if the run has such a thing, 0 if it was looked for, None if it was not."""
+        return None if fact not in self.run.facts else value if self.fact(fact) else 0.0
+
+    def gain(self, remedy: str, fact: str = "") -> float | None:
+        """The planned gain of a remedy; with `fact` at least a notice, where the run has what it is for."""
+        gain = self.gains.get(remedy)
+        return self.found(fact, max(gain or 0.0, NOTICED)) if fact else gain
+
     def lines(self, phase: Phase) -> list[tuple[str, float]]:
-        """Of the user's code, with the share of the phase that passes there; the most first."""
+        """Returns lines of the user's code with their share of the phase, the largest first."""
         return [(place, share) for place, share in (self.fact("lines") or {}).get(str(phase), []) if place != "?"]
 
     def line_figures(self, phase: Phase) -> list[str]:
-        """Those that take a tenth of the phase and more."""
+        """Returns the lines that take a tenth of the phase and more, as figures."""
         return [f"{place}: {percent(share, 0)} of it" for place, share in self.lines(phase) if share >= 0.1]
 
     def phase_share(self, phase: Phase) -> float | None:
@@ -75,18 +83,13 @@ class RunEvidence:
         return self._share(row.measured for row in self.gap.kinds if row.name == str(kind))
 
     def bound_share(self, bound: str) -> float | None:
-        """Of the operations whose time this ceiling sets. None when no operation was timed."""
+        """Returns the share of operations whose time this ceiling sets; None if no operation was timed."""
         if not self._timed():
             return None
         return self._share([0.0, *(row.measured for row in self.gap.operations if row.bound == bound)])
 
-    def bound_calls(self, bound: str) -> int:
-        """Calls per step of the operations with this bound, as planned."""
-        lines = (line for line in self.plan.select(bound=bound) if line.kind is not Kind.HOST)
-        return sum(line.count or 0 for line in lines)
-
     def wall_share(self, *names: str) -> float | None:
-        """Of the wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
+        """Returns the share of wall seconds of training, evaluation and checkpoints together (startup is paid once)."""
         wall = self.run.facts.get("wall_seconds") or {}
         loop = [wall[name] for name in ("training", "evaluation", "checkpoint") if wall.get(name) is not None]
         if any(wall.get(name) is None for name in names) or not sum(loop):
@@ -97,71 +100,33 @@ class RunEvidence:
         flops = [line.flops for line in self.plan.select(kind=kind) if line.flops is not None]
         return float(sum(flops)) if flops else None
 
-    def lawful_seconds(self, kind: Kind) -> float | None:
-        """Seconds of a kind that its shapes explain: measured, but no more than planned for the machine's speed.
+    def _explained_seconds(self, kind: Kind) -> float | None:
+        """Returns seconds of a kind that its shapes explain: measured, at most as planned for the machine's speed.
 
         What the measurement exceeds the plan by is another matter (`off_plan`), with another remedy.
         """
         row = next((row for row in self.gap.kinds if row.name == str(kind)), None)
-        if row is None or row.measured is None:
-            return None
-        if row.planned is None:
-            return row.measured
+        if row is None or row.measured is None or row.planned is None:
+            return None if row is None else row.measured
         return min(row.measured, row.planned / (self.machine_speed or 1.0))
 
     def peak_rate(self) -> float | None:
-        """FLOP/s of large matrix products at the run's precision, at the machine's speed during the run."""
+        """Returns FLOP/s of large matrix products at the run's precision and the machine's speed during the run."""
         peak = self.plan.facts.get("matmul_peak_flops_per_second")
         typical_slowdown = (self.plan.facts.get("slowdown") or {}).get("compute", 1.0)
         return None if peak is None else float(peak) * (self.machine_speed or 1.0) / typical_slowdown
 
     def rate(self, kind: Kind) -> float | None:
-        """FLOP/s that a kind attains by its shapes."""
-        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        """Returns FLOP/s that a kind attains by its shapes."""
+        flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         return flops / seconds if flops is not None and seconds else None
 
     def excess_share(self, kind: Kind, reference_rate: float | None) -> float | None:
-        """Time of a kind above what its FLOPs would take at a reference rate, as a share of the step."""
-        flops, seconds = self.planned_flops(kind), self.lawful_seconds(kind)
+        """Returns time of a kind above what its FLOPs take at a reference rate, as a share of the step."""
+        flops, seconds = self.planned_flops(kind), self._explained_seconds(kind)
         if flops is None or seconds is None or not reference_rate or self.step is None:
             return None
         return max(0.0, seconds - flops / reference_rate) / self.step
-
-    def most_off_plan(self) -> tuple[str, float, float] | None:
-        """(kind, measured, planned at the machine's speed) of the kind with the most seconds the plan lacks."""
-        if self.plan_is_of_another_machine:
-            return None
-        speed = self.machine_speed or 1.0
-        both = [
-            (row.name, row.measured, row.planned / speed)
-            for row in self.gap.kinds
-            if row.measured is not None and row.planned is not None and row.name not in self._not_ours
-        ]
-        return max(both, key=lambda item: item[1] - item[2], default=None)
-
-    @property
-    def _not_ours(self) -> tuple[str, ...]:
-        """Kinds that the loop does in its own way: an update that is not fused is counted in passes, not measured."""
-        return (str(Kind.OPTIMIZER),) if self.run.facts.get("source") == "observe" else ()
-
-    def slower_throughout(self) -> tuple[float, float] | None:
-        """(measured, planned at the machine's speed) seconds of the step when every kind that matters is over plan.
-
-        0 above the plan when some kind is not: then the cause is not the machine as a whole.
-        """
-        planned, speed = self.gap.step.planned, self.machine_speed or 1.0
-        if planned is None or self.step is None or self.plan_is_of_another_machine:
-            return None
-        large = [row for row in self.gap.kinds if (row.planned or 0.0) > LARGE_KIND * planned]
-        ratios = [row.measured * speed / row.planned for row in large if row.measured is not None and row.planned]
-        if not ratios:
-            return None
-        everywhere = len(ratios) >= 2 and min(ratios) > CLEARLY_OVER
-        return self.step, planned / speed if everywhere else self.step
-
-    def slowest_of(self, bound: str) -> OperationRow | None:
-        timed = [row for row in self.gap.operations if row.bound == bound and row.measured is not None]
-        return max(timed, key=lambda row: row.measured or 0.0, default=None)
 
     def _timed(self) -> bool:
         return any(row.measured is not None for row in self.gap.operations)

@@ -1,4 +1,4 @@
-"""A run explained: read its directory, subtract plan from measurement, name the bottleneck, propose what to change."""
+"""Explains a run: reads its directory, subtracts plan from measurement, names the bottleneck, proposes changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ironlaw.ledger import Ledger, relative_error
 from ironlaw.machine.profile import Profile, load_profile
 
 SCHEMA_VERSION = 1
-MEASURES = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
+NUMBERS = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
 NOT_PLANNED = "No remedy was planned"
 # What Ironlaw holds itself to, and reports when it falls short.
 STEP_TIME_LIMIT, PEAK_MEMORY_LIMIT, UNATTRIBUTED_LIMIT = 0.10, 0.05, 0.05
@@ -84,7 +84,7 @@ class Explanation:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know to read the figures right."""
+        """Notes that a reader needs to interpret the figures."""
         notes = list(self.run.facts.get("unknown", []))
         if self.run.facts.get("not_planned"):
             notes.append(f"There is no plan beside this run: {self.run.facts['not_planned']}.")
@@ -164,12 +164,12 @@ class Explanation:
             | {"all": None if None in met else all(met)},
             "remedies": [remedy.to_json() for remedy in self.remedies], "remedies_note": self.remedies_note,
             "notes": self.notes,
-            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in DRAWN}},
+            "facts": {"plan": self.plan.facts, "run": {k: v for k, v in self.run.facts.items() if k not in OWN_KEYS}},
         }  # fmt: skip
 
 
 # Facts that have keys of their own in the document.
-DRAWN = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
+OWN_KEYS = ("timeline", "memory_groups", "memory_curve", "by_rank", "spread")
 LABELS = {"step_time": "Step time", "peak_memory": "Peak memory", "unattributed": "Unattributed step time"}
 
 
@@ -187,40 +187,31 @@ def explained(
 
 def explain_run(run_dir: Path, profile: Profile | None = None) -> Explanation:
     """Read a finished run and explain it. `profile`: the machine to plan remedies on; this machine's by default."""
-    config, config_text = _config(run_dir)
-    plan, run = _ledgers(run_dir)
-    found = _remedies(config, plan, run, profile)
-    tried = () if found[1].startswith(NOT_PLANNED) else REMEDIES
-    return explained(run_dir, plan, run, subtract_ledgers(plan, run), found, tried, (config, config_text))
-
-
-def _config(run_dir: Path) -> tuple[RunConfig, str]:
     if not run_dir.is_dir():
         raise UserError(f"no run directory at {run_dir}: give the one that `ironlaw train` printed, like runs/NAME")
-    path = run_dir / "config.toml"
-    if not path.is_file():
+    config_path, plan_path, run_path = (run_dir / name for name in ("config.toml", "plan.json", "ledger.json"))
+    if not config_path.is_file():
         raise UserError(f"{run_dir} has no config.toml, so it is not a run: give the directory `ironlaw train` printed")
-    config = load_config(path)
-    return config, read_text(path)
-
-
-def _ledgers(run_dir: Path) -> tuple[Ledger, Ledger]:
-    plan_path, run_path = run_dir / "plan.json", run_dir / "ledger.json"
+    config = load_config(config_path)
     if not run_path.is_file():
         raise UserError(
             f"{run_dir} is not finished (no ledger.json): finish it with "
-            f"`ironlaw train {run_dir / 'config.toml'} --out {run_dir} --resume`"
+            f"`ironlaw train {config_path} --out {run_dir} --resume`"
         )
     if not plan_path.is_file():
         raise UserError(
             f"{run_dir} has no plan.json to compare with (training writes it at its start): train again with "
-            f"`ironlaw train {run_dir / 'config.toml'} --out NEW_DIR`"
+            f"`ironlaw train {config_path} --out NEW_DIR`"
         )
-    return Ledger.load(plan_path), Ledger.load(run_path)
+    plan, run = Ledger.load(plan_path), Ledger.load(run_path)
+    found = _remedies(config, plan, run, profile)
+    tried = () if found[1].startswith(NOT_PLANNED) else REMEDIES
+    gap = subtract_ledgers(plan, run)
+    return explained(run_dir, plan, run, gap, found, tried, (config, read_text(config_path)))
 
 
 def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | None) -> tuple[list[Remedy], str]:
-    """The remedies that pay and a sentence about them; without a profile of the run's machine, only the sentence."""
+    """Returns the remedies that pay and a sentence about them; without a profile of the run's machine, the sentence."""
     try:
         profile = profile or load_profile()
     except UserError as error:
@@ -244,11 +235,11 @@ def _remedies(config: RunConfig, plan: Ledger, run: Ledger, profile: Profile | N
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a run. A half-written last line (an interruption) is passed over; a missing file is no steps."""
+    """Returns the steps of a run. A half-written last line (an interruption) is skipped; a missing file is no steps."""
     entries = [entry for entry in read_json_lines(path) if isinstance(entry.get("step"), int)]
     for entry in entries:
         for name, value in entry.items():
-            if (name in MEASURES or name.endswith("seconds")) and not _is_number(value):
+            if (name in NUMBERS or name.endswith("seconds")) and not _is_number(value):
                 raise UserError(
                     f"step {entry['step']} of {path} is damaged: {name} holds {shortened(repr(value), 40)}, no number; "
                     "remove the line"

@@ -1,4 +1,4 @@
-"""A profiler's trace of anybody's training code, explained as far as it goes; what it cannot tell is said."""
+"""Explains a profiler's trace of any training code as far as possible, and lists what a trace cannot tell."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def explain_trace(path: Path) -> Explanation:
 
 
 def _add_peak(plan: Ledger, run: Ledger) -> None:
-    """The peak of a device that the catalogue knows, and the FLOPs of the products whose shapes were recorded."""
+    """Add the peak of a device in the catalogue, and the FLOPs of products whose shapes were recorded."""
     flops = run.flops()
     try:
         device = accelerator(catalogued(str(run.facts["machine"])))
@@ -43,7 +43,7 @@ def _add_peak(plan: Ledger, run: Ledger) -> None:
 
 
 def _unknown(run: Ledger) -> list[str]:
-    """What this trace cannot tell, and how to record one that does."""
+    """Returns what this trace cannot tell, and how to record one that does."""
     unknown = ["The profiler slows what it records, by a fifth and more where operations are short: read shares."]
     if not run.facts["shapes_recorded"]:
         unknown.append("FLOPs, MFU and precision: no shapes were recorded (record_shapes=True).")

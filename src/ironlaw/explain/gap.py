@@ -1,4 +1,4 @@
-"""The gap: one ledger subtracted from another, key by key, so that every missing second and byte has a name."""
+"""Subtracts one ledger from another, key by key, so that every missing second and byte has a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, relative_error, subtract, summed
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
-RUN_AGAIN = (RECOMPUTED_SUFFIX, "_recomputed")  # ends the name of a forward operation that the backward pass runs again
+# End the name of a forward operation that the backward pass runs again.
+RECOMPUTED_SUFFIXES = (RECOMPUTED_SUFFIX, "_recomputed")
 MIN_HOST = 0.1  # of the host's profiled seconds: some calling there always is
 # Phases that a profiler records as no operation: in the table of kinds they stand for themselves.
 PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
@@ -17,7 +18,7 @@ PHASE_KINDS = {Phase.DATA: Kind.DATA, Phase.HOST: Kind.HOST}
 
 @dataclass(frozen=True)
 class GapRow:
-    """One quantity on both sides, in SI units. Absent stays absent: nothing here is 0 because it is unknown."""
+    """One quantity on both sides, in SI units. What is unknown is None, never 0."""
 
     name: str
     planned: float | None
@@ -82,7 +83,7 @@ class Gap:
 
 
 def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
-    """Rows for everything that either side knows. Both may be runs: then "planned" reads as "before"."""
+    """Returns rows for everything that either side knows. Both may be runs: then "planned" means "before"."""
     run, scale = reconcile(run)
     plan, _ = reconcile(plan)  # changes nothing in a plan; another run was profiled too
     totals = {}
@@ -108,7 +109,7 @@ def subtract_ledgers(plan: Ledger, run: Ledger) -> Gap:
 
 
 def reconcile(run: Ledger) -> tuple[Ledger, dict[Phase, float]]:
-    """Scale profiled lines so that each phase's sum to its seconds measured with the profiler off.
+    """Scale profiled lines so that those of each phase sum to its seconds measured with the profiler off.
 
     What a profiler costs, 20% and more of a step of small operations, it costs at every call, between the operations:
     it comes off the host's seconds first. What is more than those, or less than measured, is shared by all.
@@ -135,9 +136,9 @@ def _profiled(run: Ledger, of_host: bool) -> dict[Phase, float | None]:
 
 
 def recomputed_seconds(run: Ledger) -> float:
-    """Per step: of the operations that run again, or with the Python between them where a recording tells."""
+    """Returns seconds per step of operations that run again, with the Python between them if a recording has it."""
     lines, scale = reconcile(run)
-    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RUN_AGAIN))
+    operations = sum(line.seconds or 0.0 for line in lines.lines if line.operation.endswith(RECOMPUTED_SUFFIXES))
     whole = run.facts.get("recomputed_seconds") or 0.0
     return max(operations, float(whole) * scale.get(Phase.BACKWARD, 1.0))
 
@@ -149,7 +150,7 @@ def _interval(estimate: Estimate | None) -> tuple[float, float] | None:
 
 
 def _step_phases(ledger: Ledger) -> dict[Phase, float]:
-    """Only the phases a step consists of: evaluation and checkpoints happen between steps."""
+    """Returns the phases of a step: evaluation and checkpoints happen between steps."""
     return {phase: s for phase, s in ledger.seconds_by_phase().items() if phase in STEP_PHASES}
 
 
@@ -158,7 +159,7 @@ def _of_step(ledger: Ledger) -> list[Line]:
 
 
 def _kinds(ledger: Ledger) -> dict[Kind, float]:
-    """Seconds by kind within the step. Empty when no operation was timed: phases alone say nothing of kinds."""
+    """Returns seconds by kind within the step; none if no operation was timed: phases alone say nothing of kinds."""
     timed = [line for line in _of_step(ledger) if line.seconds is not None]
     sums: dict[Kind, Any] = summed(timed, lambda line: line.kind)
     covered = {line.phase for line in timed}
@@ -169,7 +170,7 @@ def _kinds(ledger: Ledger) -> dict[Kind, float]:
 
 
 def _rows(names: Iterable[Any], planned: Mapping[Any, float], measured: Mapping[Any, float]) -> list[GapRow]:
-    """A row for each name that at least one side knows, in the order of the names."""
+    """Returns a row for each name that at least one side knows, in the order of the names."""
     return [
         GapRow(str(name), planned.get(name), measured.get(name))
         for name in names

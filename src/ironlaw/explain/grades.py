@@ -1,4 +1,4 @@
-"""What remedies promised and what they brought: a line for each that was tried.
+"""Records what remedies promised and what they brought: a line for each that was tried.
 
 `ironlaw tune` adds a line per trial, `ironlaw explain RUN_A RUN_B` one when B is A with a remedy of A's applied. They
 are kept in the user's cache; the project's own record is benchmarks/results/remedies.jsonl, of which
@@ -40,7 +40,7 @@ def keep(grade: Grade, path: Path | None = None) -> None:
 
 
 def read(path: Path | None = None) -> list[Grade]:
-    """Every line that is one; none where there is no record."""
+    """Returns every valid line; none without a record."""
     grades = []
     for entry in read_json_lines(path or record_path()):
         with suppress(TypeError, ValueError):
@@ -51,7 +51,7 @@ def read(path: Path | None = None) -> list[Grade]:
 def graded_pair(
     remedies: Sequence[Mapping[str, Any]], settings: Sequence[Mapping[str, Any]], change: float | None, machine: str
 ) -> Grade | None:
-    """The grade that two runs give the first run's advice, when the second differs from it by one remedy's settings.
+    """Returns the grade of the first run's advice if the second run differs from it by one remedy's settings.
 
     `settings`: what differs, as `Comparison.settings`; `change`: of the time per token or step.
     """

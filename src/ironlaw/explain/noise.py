@@ -1,4 +1,4 @@
-"""How much the step time of a run varies by itself: what a difference has to exceed before it is one.
+"""Estimates how much the step time of a run varies by itself: a difference must exceed that.
 
 Steps that follow each other are alike, so blocks of neighbours are compared, not single steps; and the two halves of
 one run are an A/A test that every run brings along.
@@ -23,11 +23,10 @@ class Sample:
     seconds: float
     error: float
     drift: float  # relative
-    steps: int
 
 
 def sample(metrics: Sequence[Mapping[str, Any]], typical: float | None = None) -> Sample | None:
-    """From the steps of `metrics.jsonl`, recorded ones and the first eighth left out. None with fewer than 8."""
+    """Returns the sample of the steps of `metrics.jsonl` without recorded ones and the first eighth; None below 8."""
     seconds = [m["seconds"] for m in metrics if m.get("seconds") and not m.get("recorded")]
     seconds = seconds[min(10, len(seconds) // 8) :]
     if len(seconds) < BLOCKS:
@@ -38,11 +37,11 @@ def sample(metrics: Sequence[Mapping[str, Any]], typical: float | None = None) -
     error = statistics.stdev(blocks) / len(blocks) ** 0.5
     half = len(seconds) // 2
     first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
-    return Sample(middle, error, abs(second - first) / middle, len(seconds))
+    return Sample(middle, error, abs(second - first) / middle)
 
 
 def threshold(before: Sample | None, after: Sample | None) -> float | None:
-    """Relative difference from which on two runs differ. None when one of them cannot say."""
+    """Returns the relative difference from which on two runs differ; None if one of them has too few steps."""
     if before is None or after is None:
         return None
     error = (before.error**2 + after.error**2) ** 0.5 / before.seconds

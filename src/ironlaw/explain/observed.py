@@ -1,4 +1,4 @@
-"""An observed loop explained: planned from the operations that were traced when it ended, then as any other run."""
+"""Explains an observed loop: plans it from the operations that were traced when it ended, then as any other run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ironlaw.explain.observed_remedies import REMEDIES, ObservedPlans
 from ironlaw.explain.remedy import Remedy, find
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
-from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, named_as
+from ironlaw.ledger import STEP_PHASES, Estimate, Kind, Ledger, Line, Phase, merge_unnamed
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.measured import machine_speed, measured_mfu
 from ironlaw.observe.observed_run import OPERATIONS_FILE, larger_by
 from ironlaw.observe.trials import score_products
 from ironlaw.workload.updates import Loop, Update
 
-ALONE = (Phase.DATA, Phase.TRANSFER, Phase.FORWARD, Phase.HOST, Phase.IDLE)  # phases without waiting for other ranks
-WAITING = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
+WAITING_PHASES = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
+OWN_PHASES = (*WAITING_PHASES, Phase.FORWARD)  # without waiting for other ranks
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
 
 
@@ -34,11 +34,11 @@ def is_observed(run_dir: Path) -> bool:
 
 
 def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanation:
-    """What `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
+    """Explains what `ironlaw.observe` wrote. `profile`: the machine to plan on; this machine's by default."""
     run = Ledger.load(run_dir / "ledger.json")
     plan = _plan(run_dir, run, profile)
     if plan.lines:
-        _share_keys(plan, run)
+        _add_missing_keys(plan, run)
     _add_rates(plan, run)
     _add_ranks(run_dir, run)
     if not run.facts.get("machine_speed"):
@@ -49,11 +49,11 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
     return explained(run_dir, plan, run, gap, (remedies, note), REMEDIES)
 
 
-def _share_keys(plan: Ledger, run: Ledger) -> None:
-    """What the loop does beside its module, the plan has the keys of, and no figures."""
+def _add_missing_keys(plan: Ledger, run: Ledger) -> None:
+    """Add to the plan the keys of what the loop does beside its module, without figures."""
     known = {line.key for line in plan.lines}
     plan.lines += [Line(*line.key) for line in run.lines if line.key not in known]
-    run.lines = named_as(run.lines, plan.lines)
+    run.lines = merge_unnamed(run.lines, plan.lines)
 
 
 def _remedies(run_dir: Path, plan: Ledger, run: Ledger, gap: Gap, profile: Profile | None) -> list[Remedy]:
@@ -87,7 +87,7 @@ def _plan_batches(document: dict[str, Any], run: Ledger, profile: Profile) -> tu
 
 
 def _loop(run: Ledger) -> Loop | None:
-    """What the loop was seen to do around its micro-batches; None where it was observed before anybody looked."""
+    """Returns what the loop does around its micro-batches; None for runs observed before this was recorded."""
     updates = run.facts.get("updates")
     if not updates:
         return None
@@ -99,33 +99,33 @@ def _loop(run: Ledger) -> Loop | None:
 
 
 def _add_ranks(run_dir: Path, run: Ledger) -> None:
-    """How long each rank worked in a step before it met the others: what the slowest takes more, all wait for."""
+    """Add how long each rank works in a step before it meets the others: all wait for the slowest."""
     ranks = [run, *(Ledger.load(path) for path in sorted(run_dir.glob("rank*/ledger.json")))]
     if len(ranks) < 2:
         return
     # With the exchange of gradients told apart, everything else is a rank's own; else the backward pass has it in it.
     apart = all(Phase.COMMUNICATION in r.phase_seconds for r in ranks)
-    phases: tuple[Phase, ...] = ALONE
+    phases: tuple[Phase, ...] = OWN_PHASES
     if apart:
         phases = tuple(phase for phase in STEP_PHASES if phase is not Phase.COMMUNICATION)
     own = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
     run.facts["rank_own_seconds"], run.facts["slowest_rank"] = own, own.index(max(own))
     run.facts["rank_delayed_seconds"] = [float(r.facts.get("delayed_seconds") or 0.0) for r in ranks]
     if _share_cores(ranks):
-        phases = WAITING
+        phases = WAITING_PHASES
     run.facts["rank_removable_seconds"] = [sum(r.phase_seconds.get(phase, 0.0) for phase in phases) for r in ranks]
 
 
 def _share_cores(ranks: list[Ledger]) -> bool:
-    """Ranks on one processor with the same work compute at different speeds only because one comes late: meanwhile the
-    other has the cores to itself. Without the delay both would be as fast, and what is gained is the delay alone."""
+    """Whether ranks are on one processor with the same work. They compute at different speeds only because one comes
+    late and the other has the cores to itself meanwhile: without the delay, only the delay is gained."""
     places = {(r.facts.get("host"), r.facts.get("device")) for r in ranks}
     work = {(r.facts.get("tokens_per_micro_batch"), r.facts.get("accumulation")) for r in ranks}
     return len(places) == len(work) == 1 and ranks[0].facts.get("device") == "cpu"
 
 
 def _profile_of(run: Ledger) -> Profile | None:
-    """This machine's profile, when the run was on it."""
+    """Returns this machine's profile, if the run was on it."""
     try:
         profile = load_profile()
     except UserError:
@@ -134,7 +134,7 @@ def _profile_of(run: Ledger) -> Profile | None:
 
 
 def _plan(run_dir: Path, run: Ledger, profile: Profile | None) -> Ledger:
-    """The plan kept beside the run, else one made now where it ran; else an empty one, and the reason."""
+    """Returns the plan kept beside the run, else one made now on its machine, else an empty one and the reason."""
     if (run_dir / "plan.json").is_file():
         return Ledger.load(run_dir / "plan.json")
     empty = Ledger("plan", facts={"model": run.facts.get("model", {})})
@@ -170,8 +170,8 @@ def _planned(operations: dict[str, Any], run: Ledger, profile: Profile | None) -
 
 
 def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:
-    """A plan for other threads than were measured, by what they cost in this run: both were timed at its end. Without
-    that products are taken to scale with the threads and streams not at all. The interval spans no effect and all."""
+    """Returns a plan for other threads than were measured, by their effect in this run, timed at its end. Without that
+    products are assumed to scale with the threads, streams not. The interval spans no effect and a full one."""
     threads, gains = int(run.facts["threads"]), run.facts.get("thread_gain")
     proportional = profile.threads / threads
     known = gains if gains and run.facts.get("cores") == profile.threads else None
@@ -199,7 +199,7 @@ def _on_threads(plan: Ledger, run: Ledger, profile: Profile) -> Ledger:
 
 
 def _add_rates(plan: Ledger, run: Ledger) -> None:
-    """FLOPs are the plan's; with them the run has a rate."""
+    """Add FLOPs, which are the plan's, and their rate."""
     flops, step = plan.totals.get("flops_per_step"), run.totals.get("step_seconds")
     peak = plan.facts.get("matmul_peak_flops_per_second")
     if flops is None or step is None or not peak:

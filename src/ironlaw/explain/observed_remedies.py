@@ -1,5 +1,5 @@
-"""What to change in a loop that is the user's own: code, not config. Gains come from the plans of the module as it
-could be run, from what was measured, or from a small experiment at the end of the run; `basis` says which.
+"""Remedies for a user's own loop: changes of code, not of a config. Gains come from plans of the module, from what was
+measured, or from a small experiment at the end of the run; `basis` says which.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from functools import cached_property
 
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import reconcile
+from ironlaw.explain.measures_of_code import PASSES, recomputed_share
+from ironlaw.explain.measures_of_devices import useless_exchanges
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
-from ironlaw.explain.rules_of_code import PASSES, recomputed_share
-from ironlaw.explain.rules_of_devices import useless_exchanges
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 
 MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
-FEWER = 10  # times, evaluations and checkpoints
+TIMES_FEWER = 10  # times, evaluations and checkpoints
 BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds of this run"
 
 
@@ -102,15 +102,15 @@ def _left_on(now: ObservedPlans) -> list[Proposal]:
     return [replace(p, title=f"{worst['name']}: switch it back") for p in saved]
 
 
-def _type(fact: str, how: str) -> Callable[[ObservedPlans], list[Proposal]]:
-    """Numbers of another type: the share of the passes that they were found to save."""
+def _retype(fact: str, how: str) -> Callable[[ObservedPlans], list[Proposal]]:
+    """Another number type, by the share of the passes that it saved."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
         found = now.fact(fact)
         if not found:
             return []
-        told = how.format(device=now.fact("device"), place=found["place"] or "where it is built")
-        return _saved(now, told, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
+        text = how.format(device=now.fact("device"), place=found["place"] or "where it is built")
+        return _saved(now, text, found["saved"] * now.phase(*PASSES), f"forward and backward pass {BOTH_WAYS}")
 
     return propose
 
@@ -131,8 +131,8 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
 
 
 def _attention(now: ObservedPlans) -> list[Proposal]:
-    """Scores that are written out: everything that the module does itself between its linear layers (products, masks,
-    softmax, scales, casts) against the fused kernel of the same shape."""
+    """Compares attention that writes its scores with the fused kernel of the same shape. Its time is all that the
+    module does between its linear layers: products, masks, softmax, scales, casts."""
     names, timed = {line.operation for line in now.timed}, now.fact("attention_seconds")
     roots = {name.removesuffix(".softmax") for name in names if name.endswith(".softmax")}
     roots = {root for root in roots if f"{root}.bmm" in names}
@@ -143,7 +143,7 @@ def _attention(now: ObservedPlans) -> list[Proposal]:
         for line in now.timed
         if line.phase in PASSES
         and line.operation.rpartition(".")[0] in roots
-        and line.operation.rpartition(".")[2] not in STAYS
+        and line.operation.rpartition(".")[2] not in KEPT_OPERATIONS
     )
     products = now.fact("score_products") or []
     scores = sum(4.0 * batch * tokens**2 for batch, tokens, *_ in products)
@@ -155,7 +155,7 @@ def _attention(now: ObservedPlans) -> list[Proposal]:
 
 # What makes queries, keys and values, cuts them out of one product, and puts heads together again: the fused kernel
 # needs it too.
-STAYS = ("addmm", "cat", "chunk", "clone", "contiguous", "mm", "select", "split", "stack", "sum")
+KEPT_OPERATIONS = ("addmm", "cat", "chunk", "clone", "contiguous", "mm", "select", "split", "stack", "sum")
 
 
 def _native(now: ObservedPlans) -> list[Proposal]:
@@ -210,7 +210,7 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
 
     def propose(now: ObservedPlans) -> list[Proposal]:
         wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / (now.steps or 1)
-        return _saved(now, how, wall * (1 - 1 / FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
+        return _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
 
     return RemedyKind(
         name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose
@@ -233,13 +233,13 @@ REMEDIES: tuple[RemedyKind, ...] = (
         "threads", "As many threads as cores", "threads are not as many as cores", Effect.NONE, "none", _threads,
     ),
     RemedyKind("mode", "Switch it back", "a switch of PyTorch is on", Effect.NONE, "none for training", _left_on),
-    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _type("float64", FP32)),
+    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _retype("float64", FP32)),
     RemedyKind(
-        "half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _type("half", FP32),
+        "half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _retype("half", FP32),
     ),
     RemedyKind(
         "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
-        COMPARE, _type("bf16", BF16), min_gain=MIN_PLANNED,
+        COMPARE, _retype("bf16", BF16), min_gain=MIN_PLANNED,
     ),
     RemedyKind(
         "batch", "Larger micro-batches", "one forward pass is too little work for what calling it costs", Effect.NONE,

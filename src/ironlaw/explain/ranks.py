@@ -1,4 +1,4 @@
-"""What the ranks of a job sent and held beside their plan: what one process has no need to say."""
+"""Compares communication and memory of the ranks of a job with their plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ironlaw.ledger import Ledger, Phase, relative_error
 
 
 def ranks_document(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """Of a mean rank and step; None for a run of one process. What was not measured is None."""
+    """Returns figures of a mean rank and step; None for a run of one process. What was not measured is None."""
     by_rank = run.facts.get("by_rank")
     if not by_rank:
         return None

@@ -1,4 +1,4 @@
-"""What to change next: every remedy is a changed config, and its gain is what the planner says of that config.
+"""Remedies of a config: each is a changed config, and its gain is what the planner predicts for it.
 
 Adding a remedy is adding a function that proposes settings and an entry to `REMEDIES`; docs/remedies.md says how.
 """
@@ -242,14 +242,14 @@ REMEDIES: tuple[RemedyKind, ...] = (
 
 
 def find_remedies(now: Situation) -> list[Remedy]:
-    """What pays by the planner's figures, ranked. Memory is saved where it is tight."""
+    """Returns remedies that pay by the planner's figures, ranked; those that save memory only if it is tight."""
     tight = now.plan.totals["resident_bytes"].value >= TIGHT_MEMORY * now.profile.memory_bytes
     kinds = [kind for kind in REMEDIES if tight or not kind.saves_memory]
     return find(now, kinds, lambda kind, settings: _compare(kind, now, settings))
 
 
 def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Proposal | None:
-    """Plan the changed config. None when it is not a valid one, or does not fit."""
+    """Plan the changed config. Returns None if it is not valid, or does not fit."""
     try:
         plan = now.replan(with_settings(now.config, settings))
     except UserError:
@@ -267,7 +267,7 @@ def _compare(kind: RemedyKind, now: Situation, settings: Settings) -> Proposal |
 
 
 def with_settings(config: RunConfig, settings: Settings) -> RunConfig:
-    """The config with `section.key` values replaced, validated as any other."""
+    """Returns the config with `section.key` values replaced, validated as any other."""
     document = config.model_dump(mode="json", exclude_none=True)
     for key, value in settings.items():
         section, name = key.split(".")

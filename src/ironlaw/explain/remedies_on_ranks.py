@@ -16,20 +16,20 @@ from ironlaw.workload.layout import Layout
 
 
 def ranks_of(run: Ledger) -> int:
-    """Of a job that can be planned on as many; 1 for anything else, one process included."""
+    """Returns the ranks of a job that can be planned on as many; else 1."""
     known = "fabric" in run.facts or run.facts.get("device", "cpu") != "cpu"
     return int(run.facts.get("ranks") or 1) if known else 1
 
 
 def fabric_of(run: Ledger) -> RankFabric:
-    """UserError when what two ranks of this machine cost each other was not measured."""
+    """Returns the links of the run; UserError if what two ranks of this machine cost each other was not measured."""
     facts = run.facts["fabric"]
     between = Link(**facts["between"]) if facts["between"] else None
     return RankFabric(load_costs(), facts["ranks_per_host"], between)
 
 
 def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:
-    """Plans a config on the ranks of `run`; UserError for what cannot run on them, or does not fit."""
+    """Returns a function that plans a config on the ranks of `run`; it raises UserError if that cannot run or fit."""
     from ironlaw.train.parallel.planning import plan_config, plan_on_accelerators
 
     ranks, fabric = ranks_of(run), fabric_of(run) if profile.device == "cpu" else None
@@ -44,18 +44,18 @@ def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Led
 
 
 def other_layouts(config: RunConfig, profile: Profile, run: Ledger) -> Iterable[dict[str, Any]]:
-    """The settings of the best planned layout for as many ranks, where it is not the run's own."""
+    """Returns the settings of the best planned layout for as many ranks, if it is not the run's own."""
     if ranks_of(run) == 1 or "fabric" not in run.facts or (config.layout is not None and config.layout.shard):
         return []
-    from ironlaw.train.parallel.planning import runs
+    from ironlaw.train.parallel.planning import can_run
 
     free = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
-    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: runs(free, layout))
+    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: can_run(free, layout))
     return [changed(config, choice.best.layout)]
 
 
 def changed(config: RunConfig, layout: Layout) -> dict[str, Any]:
-    """What to set for `layout`, as far as it differs from what the config says."""
+    """Returns the settings of `layout` that differ from the config."""
     names = ("dp", "zero", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
     now = config.layout.model_dump() if config.layout is not None else {}
     settings = {f"layout.{name}": getattr(layout, name) for name in names if now.get(name) != getattr(layout, name)}

@@ -1,4 +1,4 @@
-"""What a remedy is, and which ones pay: of a config, judged by the planner, and of code, by what was measured."""
+"""Defines remedies and finds those that pay: of a config by the planner, of code by what was measured."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy(Proposal):
-    """What stands: the proposal of its kind that brings most."""
+    """The proposal of its kind that gains most."""
 
     name: str
     effect: Effect
@@ -71,8 +71,8 @@ class Remedy(Proposal):
 
 @dataclass(frozen=True)
 class RemedyKind:
-    """`propose` is asked with what is known of the run, and gives settings to plan with, or proposals that were
-    measured; none when its precondition does not hold. The best of them stands."""
+    """`propose` is given what is known of the run, and returns settings to plan with, or proposals that were measured;
+    none if its precondition does not hold. The best of them is the remedy."""
 
     name: str
     title: str
@@ -87,8 +87,8 @@ class RemedyKind:
 def find(
     now: Any, kinds: Iterable[RemedyKind], judge: Callable[[RemedyKind, Settings], Proposal | None] | None = None
 ) -> list[Remedy]:
-    """What pays, ranked: what leaves the training as it is before what changes it, each by gain. `judge` says what
-    settings bring; None: they are not valid, or do not fit."""
+    """Returns remedies that pay, by gain: first those that leave the training as it is, then those that change it.
+    `judge` returns what settings gain, None if they are not valid or do not fit."""
     found = []
     for kind in kinds:
         judged = (p if isinstance(p, Proposal) else judge(kind, p) if judge else None for p in kind.propose(now))

@@ -1,4 +1,4 @@
-"""Where the run's operations lie under the two ceilings of the machine: arithmetic and memory traffic.
+"""Places the run's operations under the two ceilings of the machine: arithmetic and memory traffic.
 
 A point: FLOPs per byte of least traffic (the plan knows both exactly) against the FLOP/s that were measured. Operations
 without FLOPs have no place under a roofline of arithmetic; they are listed with the bandwidth that they attain.
@@ -13,7 +13,7 @@ from ironlaw.ledger import Ledger, summed
 
 
 def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """None when the plan has no ceilings or the run no timed operations."""
+    """Returns None if the plan has no ceilings or the run no timed operations."""
     peak, copy = plan.facts.get("matmul_peak_flops_per_second"), plan.facts.get("copy_bytes_per_second")
     if not peak or not copy or not run.lines:
         return None

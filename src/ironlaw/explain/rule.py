@@ -1,13 +1,13 @@
-"""What a rule of diagnosis is: one entry with a measure, a threshold, and the words for what it found."""
+"""Defines a rule of diagnosis: a measure, a threshold, and the words for what it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
-from ironlaw.explain.evidence import RunEvidence
+from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.units import percent, seconds
 
 
@@ -38,6 +38,11 @@ class Reading:
     share: float
     figures: list[str] = field(default_factory=list)
     words: dict[str, Any] = field(default_factory=dict)
+    is_notice: bool = False  # however large the share is
+
+
+Measure = Callable[[RunEvidence], float | Reading | None]
+Figures = Callable[[RunEvidence], list[str]]
 
 
 @dataclass(frozen=True)
@@ -46,20 +51,20 @@ class Rule:
     notices and ceilings the run is healthy.
 
     In a `sentence`, `{share}` is the value with a decimal, `{percent}` without, and the words of a `Reading` and the
-    fields of the fact that `placed` names (the worst, of several) have their names. Without a `Reading` and `figures`
+    fields of the fact that `place` names (the worst, of several) have their names. Without a `Reading` and `figures`
     the figures are the facts named and the value.
     """
 
     name: str
     axis: Axis
     threshold: float
-    measure: Callable[[RunEvidence], float | Reading | None]
+    measure: Measure
     sentence: str
     advice: str
     source: str  # why the threshold is where it is
-    figures: Callable[[RunEvidence], list[str]] | None = None
+    figures: Figures | None = None
     facts: tuple[str, ...] = ()
-    placed: str = ""  # a fact with a line of code, which becomes the first figure
+    place: str = ""  # a fact with a line of code, which becomes the first figure
     tier: Tier = Tier.FAULT
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
     eased_by: str = ""  # a rule whose remedy takes this cost away too: named first where what else it saves is more
@@ -70,21 +75,24 @@ class Rule:
         """The value from which on it is named at all."""
         return self.threshold if self.noticed is None else self.noticed
 
-    def describe(self, evidence: RunEvidence, reading: float | Reading) -> tuple[str, list[str]]:
+    def read(self, evidence: RunEvidence) -> Reading | None:
+        """Measures the run; the reading of a notice stays just below the threshold."""
+        found = self.measure(evidence)
+        if found is None:
+            return None
+        if isinstance(found, Reading):
+            return replace(found, share=min(found.share, self.threshold - NOTICED)) if found.is_notice else found
+        if self.figures is not None:
+            return Reading(found, self.figures(evidence) if found >= self.minimum else [])
+        known = [(name, evidence.fact(name)) for name in self.facts]
+        figures = [f"{name.replace('_', ' ')}: {fact}" for name, fact in known if fact is not None]
+        return Reading(found, [*figures, f"{percent(found)}, of a step of {seconds(evidence.step)}"])
+
+    def describe(self, evidence: RunEvidence, reading: Reading) -> tuple[str, list[str]]:
         """Returns the sentence, and the figures behind it."""
-        found = evidence.fact(self.placed) if self.placed else {}
+        found = evidence.fact(self.place) if self.place else {}
         found = max(found, key=lambda one: one["saved"]) if isinstance(found, list) else found
         place = found.get("place") or (evidence.fact("places") or {}).get(self.name)
-        figures = [*([place] if place else []), *found.get("lines", [])]
-        if isinstance(reading, Reading):
-            value, found = reading.share, found | reading.words
-            figures += reading.figures
-        elif self.figures is not None:
-            value = reading
-            figures += self.figures(evidence)
-        else:
-            value = reading
-            known = [(name, evidence.fact(name)) for name in self.facts]
-            figures += [f"{name.replace('_', ' ')}: {fact}" for name, fact in known if fact is not None]
-            figures.append(f"{percent(value)}, of a step of {seconds(evidence.step)}")
-        return self.sentence.format(**found, share=percent(value), percent=percent(value, 0)), figures
+        figures = [*([place] if place else []), *found.get("lines", []), *reading.figures]
+        shares = {"share": percent(reading.share), "percent": percent(reading.share, 0)}
+        return self.sentence.format(**found | reading.words | shares), figures

@@ -1,4 +1,4 @@
-"""Runs on disk: whatever a user points at, explained; a folder of runs with the figures one compares them by."""
+"""Explains any run on disk, and lists the runs of a folder with the figures to compare them by."""
 
 from __future__ import annotations
 
@@ -72,6 +72,6 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def losses(path: Path) -> list[float]:
-    """Training loss of each step of a run, for a plot."""
+    """Returns the training loss of each step of a run, for a plot."""
     entries = (entry for entry in read_json_lines(path / "metrics.jsonl") if isinstance(entry.get("step"), int))
     return [entry["loss"] for entry in entries if isinstance(entry.get("loss"), float)]

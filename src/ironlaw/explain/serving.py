@@ -1,4 +1,4 @@
-"""A measured server beside its plan: where the time of an engine step went, what binds, and what to change.
+"""Compares a measured server with its plan: where the time of an engine step went, what binds, what to change.
 
 The run is what `ironlaw bench --out` wrote: `ledger.json` and `steps.jsonl`. The plan has the phases that an engine of
 ours has on this machine (`plan/serving/here.py`); what it does not know is absent, never 0.
@@ -81,7 +81,7 @@ def is_serving_run(path: Path) -> bool:
 
 
 def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplanation:
-    """UserError where the run has no engine steps: `bench` reads them from Ironlaw's own server alone."""
+    """Raises UserError if the run has no engine steps: `bench` reads them from Ironlaw's own server only."""
     run = Ledger.load(path / "ledger.json")
     steps = read_json_lines(path / "steps.jsonl")
     if not steps or not run.phase_seconds:
@@ -93,8 +93,8 @@ def explain_serving(path: Path, profile: Profile | None = None) -> ServingExplan
 def _planned(
     run: Ledger, steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]], profile: Profile | None
 ) -> tuple[dict[Phase, float], dict[str, float], str]:
-    """The mean step's passes and the load's totals by the plan; nothing where the model or the machine cannot be
-    planned, and why."""
+    """Returns seconds of a mean step by phase, the load's totals, and a note by the plan; only the reason in the note
+    if the model or the machine cannot be planned."""
     try:
         profile, facts = profile or load_profile(), run.facts
         passes, weights = facts.get("passes") or (), str(facts.get("weights", "fp32"))
@@ -107,7 +107,7 @@ def _planned(
             for part, phase in _PARTS.items():
                 sums[phase] += parts.get(part, math.nan)
         is_played = facts.get("request_seconds") and facts["speculation"] == "none"
-        totals = _played(clock, facts, steps, requests) if is_played else {}
+        totals = _play_load(clock, facts, steps, requests) if is_played else {}
     except (UserError, KeyError, TypeError, ValueError) as error:
         return {}, {}, f"not planned: {error}"
     notes = []
@@ -119,33 +119,33 @@ def _planned(
     return {p: s / len(steps) for p, s in sums.items() if not math.isnan(s)}, totals, "; ".join(notes)
 
 
-def _played(
+def _play_load(
     clock: MeasuredClock, facts: dict[str, Any], steps: Sequence[dict[str, Any]], requests: Sequence[dict[str, Any]]
 ) -> dict[str, float]:
-    """What clients would feel if the same requests came to an engine that keeps the clock's time. Those that come
-    while the API takes in another one reach it with that one: both work in one interpreter, and the engine waits."""
+    """Returns what clients would measure if the same requests came to an engine that keeps the clock's time. Requests
+    that come while the API takes in another one reach the engine with it: both work in one interpreter."""
     if not requests:
         return {}
     new = sum(step["prefill_tokens"] for step in steps) / sum(one["prompt_tokens"] for one in requests)
-    came, ready, at_once = list[SimulatedRequest](), 0.0, facts["load"]["concurrency"]
+    arrivals, ready, at_once = list[SimulatedRequest](), 0.0, facts["load"]["concurrency"]
     requests = sorted(requests, key=lambda one: float(one["at"]))
     times = [float(one["at"]) for one in requests]
-    while len(came) < len(requests):
-        ready = max(ready, times[len(came)])
-        crowd = requests[len(came) : bisect.bisect_right(times, ready + facts["request_seconds"])]
-        ready += facts["request_seconds"] * len(crowd)
-        for one in crowd:
+    while len(arrivals) < len(requests):
+        ready = max(ready, times[len(arrivals)])
+        group = requests[len(arrivals) : bisect.bisect_right(times, ready + facts["request_seconds"])]
+        ready += facts["request_seconds"] * len(group)
+        for one in group:
             known = round(one["prompt_tokens"] * max(0.0, 1.0 - new))  # shared with others, as a mean
-            came.append(SimulatedRequest(ready, one["prompt_tokens"], one["output_tokens"], cached=known))
-    is_closed = at_once is not None and at_once < len(came)
-    replay(clock, came, at_once if is_closed else None, facts["kv_tokens"], facts["batch"], facts["token_budget"])
-    began = [one.arrival if is_closed else asked["at"] for one, asked in zip(came, requests, strict=True)]
-    each = [(one.last - one.first) / (one.output - 1) for one in came if one.output > 1]
-    tokens, seconds = sum(one.output for one in came), max(one.last for one in came)
+            arrivals.append(SimulatedRequest(ready, one["prompt_tokens"], one["output_tokens"], cached=known))
+    is_closed = at_once is not None and at_once < len(arrivals)
+    replay(clock, arrivals, at_once if is_closed else None, facts["kv_tokens"], facts["batch"], facts["token_budget"])
+    starts = [one.arrival if is_closed else asked["at"] for one, asked in zip(arrivals, requests, strict=True)]
+    gaps = [(one.last - one.first) / (one.output - 1) for one in arrivals if one.output > 1]
+    tokens, seconds = sum(one.output for one in arrivals), max(one.last for one in arrivals)
     return {
-        "ttft_seconds": statistics.median(one.first - at for one, at in zip(came, began, strict=True)),
+        "ttft_seconds": statistics.median(one.first - at for one, at in zip(arrivals, starts, strict=True)),
         "output_tokens_per_second": tokens / seconds,
-    } | ({"tpot_seconds": statistics.median(each)} if each else {})
+    } | ({"tpot_seconds": statistics.median(gaps)} if gaps else {})
 
 
 # -- what binds --------------------------------------------------------------------------------------------------------

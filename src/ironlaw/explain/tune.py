@@ -129,9 +129,9 @@ def tune(
     """
     tried: set[tuple[Any, ...]] = set()
 
-    def following(result: Tuned) -> Change | None:
-        remedy = _composed(config, profile, exact) if not tried else None
-        remedy = remedy or _next(result.config, profile, tried, exact)
+    def next_change(result: Tuned) -> Change | None:
+        remedy = _combined_remedies(config, profile, exact) if not tried else None
+        remedy = remedy or _next_remedy(result.config, profile, tried, exact)
         if remedy is None:
             return None
         tried.add(_key(remedy))
@@ -146,19 +146,19 @@ def tune(
         keep(result)
 
     return search(
-        config, following, measure or TrialRunner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12)),
+        config, next_change, measure or TrialRunner(folder, profile, min(TRIAL_SECONDS, budget_seconds / 12)),
         with_settings, lambda start: f"{units.seconds(start.step_seconds)} per step", budget_seconds=budget_seconds,
         say=say, clock=clock, keep=graded,
     )  # fmt: skip
 
 
 def search(
-    config: Any, following: Callable[[Tuned], Change | None], measure: Measure,
-    changed: Callable[[Any, dict[str, Any]], Any], words: Callable[[Measured], str], *, budget_seconds: float,
+    config: Any, next_change: Callable[[Tuned], Change | None], measure: Measure,
+    apply: Callable[[Any, dict[str, Any]], Any], describe: Callable[[Measured], str], *, budget_seconds: float,
     say: Say, clock: Callable[[], float], keep: Callable[[Tuned], None],
 ) -> Tuned:  # fmt: skip
-    """Try what is `following`, one after the other, on what was kept so far. What changes rounding must also leave the
-    loss where it was.
+    """Try one change after the other, each on what was kept so far. What changes rounding must also leave the loss
+    where it was.
 
     `keep` is given what is known after every trial. Ctrl-C in a trial ends the search with what was found before it.
     Raises UserError when the budget does not last for the first measurement.
@@ -166,16 +166,16 @@ def search(
     began = clock()
     start = measure(config, "start")
     result = Tuned(config, start, start, runs=1)
-    say(f"start      {words(start)}")
+    say(f"start      {describe(start)}")
     one = max(clock() - began, 1e-9)  # what a run takes
     while not result.stopped:
-        change, number = following(result), len(result.trials) + 1
+        change, number = next_change(result), len(result.trials) + 1
         if change is None:
             result.stopped = "nothing else is planned or known to pay"
         elif clock() - began + 2 * one > budget_seconds:
             result.stopped = "the budget is used up"
         else:
-            after = changed(result.config, change.settings)
+            after = apply(result.config, change.settings)
             try:
                 trial = measure(after, f"trial-{number}-{change.name}")
                 control = measure(result.config, f"control-{number}")
@@ -186,7 +186,7 @@ def search(
                 result.stopped, result.signal = INTERRUPTED, stop.args[0] if stop.args else "SIGINT"
                 break
             result.runs += 2
-            kept = _judged(result, change, trial, control, say)
+            kept = _record_trial(result, change, trial, control, say)
             # If not kept the same config, measured later: the next comparison is with now, not with then.
             result.config, result.best = (after, trial) if kept else (result.config, control)
             result.seconds = clock() - began
@@ -195,8 +195,8 @@ def search(
     return result
 
 
-def _judged(result: Tuned, change: Change, after: Measured, control: Measured, say: Say) -> bool:
-    """Whether the change stays; and a line about it."""
+def _record_trial(result: Tuned, change: Change, after: Measured, control: Measured, say: Say) -> bool:
+    """Record a trial and log a line about it. Returns whether the change is kept."""
     gain, noise, reason = judge(result.best, after, control)
     worse = loss_difference(result.best, after)
     if not reason and change.effect > Effect.NONE and worse > LOSS_TOLERANCE:
@@ -214,12 +214,12 @@ def _judged(result: Tuned, change: Change, after: Measured, control: Measured, s
     return not reason
 
 
-def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None:
-    """The plan's best: remedies one upon the other, each planned on the config that the ones before it leave."""
+def _combined_remedies(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None:
+    """Returns the plan's best: several remedies, each planned on the config with those before it."""
     steps: list[Remedy] = []
     now, left = config, 1.0
     while len(steps) < 4:
-        found = _next(now, profile, {_key(r) for r in steps}, exact)
+        found = _next_remedy(now, profile, {_key(r) for r in steps}, exact)
         if found is None or found.gain < MIN_COMPOSED:
             break
         steps.append(found)
@@ -238,8 +238,8 @@ def _composed(config: RunConfig, profile: Profile, exact: bool) -> Remedy | None
 MIN_COMPOSED = 0.02
 
 
-def _next(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
-    """The remedy with the largest planned gain that was not tried and is allowed."""
+def _next_remedy(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
+    """Returns the allowed remedy with the largest planned gain that was not tried."""
     try:
         now = situation(config, profile, Ledger("run"))
     except UserError:
@@ -255,7 +255,7 @@ def _key(remedy: Remedy) -> tuple[Any, ...]:
 
 
 def loss_difference(before: Measured, after: Measured) -> float:
-    """Nats per token after as many steps of both, over the last five of them: a quicker run has taken more."""
+    """Returns nats per token over the last five of as many steps of both: a quicker run has taken more steps."""
     common = min(len(before.losses), len(after.losses))
     if not common:
         return 0.0
@@ -264,7 +264,7 @@ def loss_difference(before: Measured, after: Measured) -> float:
 
 
 def judge(before: Measured, after: Measured, control: Measured) -> tuple[float, float, str]:
-    """(gain, noise, why it is none): `after` against the same config measured before and after it."""
+    """Returns (gain, noise, why it is none) of `after` against the same config measured before and after it."""
     controls = (before.seconds_per_token, control.seconds_per_token)
     middle = statistics.mean(controls)
     noise = max(MIN_NOISE, abs(controls[0] - controls[1]) / middle)
@@ -295,7 +295,7 @@ class TrialRunner:
         return Measured(typical / config.tokens_per_step, typical, losses, str(out))
 
     def _short(self, config: RunConfig) -> RunConfig:
-        """The same training, ended early: no evaluation, no checkpoint, nothing recorded."""
+        """Returns the config of a short run: no evaluation, no checkpoint, nothing recorded."""
         step = plan_run(config, self.profile).totals["step_seconds"].value
         steps = min(MAX_STEPS, max(MIN_STEPS, round(self.trial_seconds / step)), max(config.train.steps, MIN_STEPS))
         return with_settings(
@@ -306,6 +306,6 @@ class TrialRunner:
 
 
 def _median_step(out: Path) -> float:
-    """Of the quieter half: neighbours on the machine only add."""
+    """Returns the median of the quicker half: other load on the machine only adds."""
     seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
     return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))

@@ -1,4 +1,4 @@
-"""Tuning of a server: settings tried one by one on a measured load, each between two runs of the unchanged ones.
+"""Tunes a server: tries settings one by one on a measured load, each between two runs of the unchanged ones.
 
     result = tune_serving(candidates(cores=2, at_once=16, context=1024), measure, base, given, budget_seconds=300)
     result.config                     # the settings given and those that were kept
@@ -21,7 +21,7 @@ Settings = dict[str, Any]
 
 def candidates(cores: int, at_once: int, context: int, formats: Sequence[str] = (), exact: bool = False,
                speculates: bool = True) -> list[Change]:  # fmt: skip
-    """What may pay, what mostly pays most first. `speculates`: the prompts are text, so that guesses mean something."""
+    """Returns changes that may pay, the most promising first. `speculates`: the prompts are text, not random tokens."""
     found = [Change("weights", {"weights": form}, Effect.ROUNDING) for form in formats]
     found += [Change("threads", {"threads": n}) for n in sorted({1, cores})]
     if speculates:
@@ -38,14 +38,14 @@ def tune_serving(
     say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
     keep: Callable[[Tuned], None] = lambda result: None,
 ) -> Tuned:  # fmt: skip
-    """Candidates in turn, as `tune.search`; `given`: settings that stay; `base`: those and all others, unchanged."""
+    """Try candidates in turn, as `tune.search`; `given`: fixed settings; `base`: those and all others, unchanged."""
     left = iter(one for one in tried if not one.settings.keys() & given.keys())
 
-    def following(result: Tuned) -> Change | None:
+    def next_change(result: Tuned) -> Change | None:
         return next((one for one in left if not one.settings.items() <= (base | result.config).items()), None)
 
     return search(
-        given, following, measure, lambda config, settings: config | settings,
+        given, next_change, measure, lambda config, settings: config | settings,
         lambda start: f"{1 / start.seconds_per_token:,.0f} output tokens/s", budget_seconds=budget_seconds, say=say,
         clock=clock, keep=keep,
     )  # fmt: skip

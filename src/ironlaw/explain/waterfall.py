@@ -1,4 +1,4 @@
-"""From the hardware's ceiling to what was attained: each second of the step above the ideal one gets one name.
+"""Descends from the hardware's ceiling to what was attained: each second above the ideal step gets one name.
 
     ideal = model FLOPs / peak                      the whole step, were there nothing else: 100%
     + shape, memory, launch, communication, ...     seconds that a cause adds
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.explain.gap import RUN_AGAIN, Gap
+from ironlaw.explain.gap import RECOMPUTED_SUFFIXES, Gap
 from ironlaw.ledger import Kind, Ledger, Phase, summed
 
 # name -> what it means; in the order of the descent.
@@ -54,7 +54,7 @@ def waterfall(plan: Ledger, gap: Gap) -> dict[str, Any]:
     """`ideal_seconds` is None without a plan: then the descent starts at what the profile measured as compute.
     `complete`: operations were timed, so that the drops could be told apart."""
     step, peak = gap.step.measured, plan.facts.get("matmul_peak_flops_per_second")
-    again = float(sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RUN_AGAIN)))
+    again = float(sum(line.flops or 0 for line in plan.lines if line.operation.endswith(RECOMPUTED_SUFFIXES)))
     flops = float(plan.flops() - again) or None  # of the model: what runs again is no progress
     ideal = flops / peak if flops and peak else None
     drops = {name: Drop(name) for name in STEPS}
@@ -84,10 +84,10 @@ def waterfall(plan: Ledger, gap: Gap) -> dict[str, Any]:
 def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Drop]) -> None:
     flops = summed(plan.lines, lambda line: line.key, "flops")
     for row in gap.operations:
-        if row.measured is None or row.name.endswith(RUN_AGAIN):
+        if row.measured is None or row.name.endswith(RECOMPUTED_SUFFIXES):
             continue
         at_peak = (flops.get((row.phase, row.kind, row.name)) or 0) / peak if peak else 0.0
-        lawful = row.measured if row.planned is None else min(row.measured, row.planned)
+        explained = row.measured if row.planned is None else min(row.measured, row.planned)
         name = f"{row.name} ({row.phase})"
         if row.kind is Kind.HOST:
             _add(drops["launch"], name, row.measured, True)
@@ -97,9 +97,9 @@ def _operations(plan: Ledger, gap: Gap, peak: float | None, drops: dict[str, Dro
                 _add(drops["communication"], name, row.measured, True)
             continue
         where = "shape" if row.kind in PRODUCTS else "memory"
-        _add(drops[where], name, lawful - at_peak, row.planned is None)
-        if row.measured > lawful:
-            _add(drops["overhead"], name, row.measured - lawful, True)
+        _add(drops[where], name, explained - at_peak, row.planned is None)
+        if row.measured > explained:
+            _add(drops["overhead"], name, row.measured - explained, True)
 
 
 def _phases(gap: Gap, drops: dict[str, Drop]) -> None:
@@ -114,7 +114,7 @@ def _phases(gap: Gap, drops: dict[str, Drop]) -> None:
 def _recomputation(gap: Gap, drops: dict[str, Drop]) -> None:
     for row in gap.operations:
         seconds = row.measured if row.measured is not None else row.planned
-        if row.name.endswith(RUN_AGAIN) and seconds:
+        if row.name.endswith(RECOMPUTED_SUFFIXES) and seconds:
             _add(drops["recomputation"], row.name, seconds, row.measured is not None)
 
 

@@ -57,8 +57,8 @@ def available(dtype: torch.dtype) -> bool:
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
     found = library("attention.c", {"ACTIVATION": FORMATS[dtype]})
-    lacking = "causal attention: no memory for the scores of a block of queries"
-    return None if found is None else function(found.causal, POINTER, INT, memory_for=lacking)
+    message = "causal attention: no memory for the scores of a block of queries"
+    return None if found is None else function(found.causal, POINTER, INT, memory_for=message)
 
 
 def _run(tensors: tuple[Tensor, ...], log_sums: Tensor, scale: float, *, backward: bool) -> None:

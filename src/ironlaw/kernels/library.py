@@ -73,27 +73,27 @@ def library(source: str, defines: Mapping[str, int] | None = None, folder: Path 
     if compiler is None or sys.platform != "linux":
         return None
     folder = folder or cache_folder() / "kernels"
-    words = [f"-D{name}={number}" for name, number in (defines or {}).items()]
+    options = [f"-D{name}={number}" for name, number in (defines or {}).items()]
     texts = [file.read_text() for file in sorted(_HERE.glob("*.[ch]"))]
-    about = repr((source, texts, _FLAGS, words, _processor(), compiler))
-    file = folder / f"{Path(source).stem}-{hashlib.blake2b(about.encode(), digest_size=10).hexdigest()}.so"
+    identity = repr((source, texts, _FLAGS, options, _processor(), compiler))
+    file = folder / f"{Path(source).stem}-{hashlib.blake2b(identity.encode(), digest_size=10).hexdigest()}.so"
     try:
         if not file.is_file():
-            _build([compiler, *_FLAGS, *words, "-c", str(_HERE / source)], file)
+            _build([compiler, *_FLAGS, *options, "-c", str(_HERE / source)], file)
         return ctypes.CDLL(str(file))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("%s is not compiled: %s", source, (said.strip().splitlines() or ["the compiler failed"])[0])
+        message = getattr(error, "stderr", None) or str(error)
+        log.warning("%s is not compiled: %s", source, (message.strip().splitlines() or ["the compiler failed"])[0])
         return None
 
 
 def _build(compiles: list[str], file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=file.parent) as place:
-        made, linked = f"{place}/made.o", f"{place}/made.so"
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        object_file, linked = f"{scratch}/made.o", f"{scratch}/made.so"
         # Linked without OpenMP's library: PyTorch has loaded its own, and two of them would compete for the cores.
-        for words in ([*compiles, "-o", made], [compiles[0], "-shared", made, "-o", linked]):
-            subprocess.run(words, check=True, capture_output=True, text=True, timeout=600)
+        for command in ([*compiles, "-o", object_file], [compiles[0], "-shared", object_file, "-o", linked]):
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
         os.replace(linked, file)
 
 

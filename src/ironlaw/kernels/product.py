@@ -70,24 +70,24 @@ class Weight:
     def __init__(self, weight: Tensor, bias: Tensor | None, scales: Tensor | None = None) -> None:
         found = products()
         assert found is not None
-        wanted = None if scales is None else scales.detach().float()
-        in_groups = wanted is not None and wanted.dim() == 2
+        given_scales = None if scales is None else scales.detach().float()
+        in_groups = given_scales is not None and given_scales.dim() == 2
         self.library, self.dtype = found, INT4 if in_groups else weight.dtype
-        (outputs, inputs), together, tile = weight.shape, 4 // weight.itemsize, found.tile
+        (outputs, inputs), packed_inputs, tile = weight.shape, 4 // weight.itemsize, found.tile
         missing = (0, 0, 0, -outputs % tile)
         whole = F.pad(weight.detach(), missing)
-        self.packed = whole.view(-1, tile, inputs // together, together).transpose(1, 2).contiguous()
+        self.packed = whole.view(-1, tile, inputs // packed_inputs, packed_inputs).transpose(1, 2).contiguous()
         sums = groups = None
-        if wanted is not None and in_groups:
+        if given_scales is not None and in_groups:
             low, high = (self.packed + 8).view(torch.uint8).chunk(2, dim=2)
             self.packed = low | high << 4
-            groups = F.pad(wanted.half(), missing).unflatten(0, (-1, tile)).transpose(1, 2).contiguous()
-        elif wanted is not None:
+            groups = F.pad(given_scales.half(), missing).unflatten(0, (-1, tile)).transpose(1, 2).contiguous()
+        elif given_scales is not None:
             sums = whole.sum(1, dtype=torch.int32).mul_(-128)
-        if (wanted is not None) != (weight.dtype is torch.int8) or (in_groups and inputs % GROUP):
+        if (given_scales is not None) != (weight.dtype is torch.int8) or (in_groups and inputs % GROUP):
             raise ValueError(f"scales do not go with a weight {weight.dtype} {tuple(weight.shape)}, or are missing")
         bias = None if bias is None else bias.detach().float().contiguous()
-        scales = None if wanted is None or in_groups else wanted.contiguous()
+        scales = None if given_scales is None or in_groups else given_scales.contiguous()
         self.tensors = [t for t in (self.packed, bias, scales, sums, groups) if t is not None]  # kept alive for C
         at = [address(each, torch.float32, outputs) for each in (bias, scales)]
         at += (

@@ -45,10 +45,10 @@ def examine() -> dict[str, Any]:
         advice.append("this machine is not measured: `ironlaw measure` takes half a minute; `plan` on it needs that")
     else:
         try:
-            found = load_profile()
-            measured = {key: getattr(found, key) for key in ("created", "device", "name", "threads")}
-            if found.device == "cpu" and found.threads != usable_threads():
-                advice.append(f"measured with {found.threads} threads, {usable_threads()} are usable: measure again")
+            profile = load_profile()
+            measured = {key: getattr(profile, key) for key in ("created", "device", "name", "threads")}
+            if profile.device == "cpu" and profile.threads != usable_threads():
+                advice.append(f"measured with {profile.threads} threads, {usable_threads()} are usable: measure again")
         except UserError as error:
             problems.append(str(error))
     if shutil.which("c++") is None and shutil.which("g++") is None:
@@ -88,9 +88,9 @@ def _devices() -> list[dict[str, Any]]:
     except (ImportError, OSError):  # PyTorch or one of its libraries is missing
         return devices
     for number in range(torch.cuda.device_count()):
-        there = torch.cuda.get_device_properties(number)
+        properties = torch.cuda.get_device_properties(number)
         devices.append({
-            "device": f"cuda:{number}", "name": there.name, "memory_bytes": there.total_memory,
-            "capability": f"{there.major}.{there.minor}",
+            "device": f"cuda:{number}", "name": properties.name, "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
         })  # fmt: skip
     return devices

@@ -21,25 +21,24 @@ from ironlaw.cores import group_limits
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 
 
+def _cpu_info(key: str) -> str:
+    """Return the first value of a key in /proc/cpuinfo; "" if the system has no such file or key."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
+
+
 def cpu_name() -> str:
     """Return the processor's marketing name if the system reports it, else its architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def is_virtual() -> bool | None:
     """Whether this is a virtual machine, which cannot see its neighbours on the same host; None if unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return "hypervisor" in flags.split() if flags else None
+    flags = _cpu_info("flags").split()
+    return "hypervisor" in flags if flags else None
 
 
 def memory_bytes() -> int:
@@ -50,8 +49,8 @@ def memory_bytes() -> int:
 
 def available_bytes() -> int:
     """Return the memory that can still be allocated, on the machine and within the control group."""
-    held = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
-    free = [int(limit) - int(used) for (limit,), (used,) in held if limit != "max"]
+    limits = zip(group_limits("memory.max"), group_limits("memory.current"), strict=False)
+    free = [int(limit) - int(used) for (limit,), (used,) in limits if limit != "max"]
     return max(0, min([int(psutil.virtual_memory().available), *free]))
 
 
@@ -79,7 +78,7 @@ def keep_freed_memory() -> bool:
 
 _STAT = Path("/proc/stat")
 _SCHEDULE = Path("/proc/thread-self/schedstat")
-LEAST_SECONDS = 0.5  # shortest interval, as the system counts hundredths of a second
+MIN_SECONDS = 0.5  # shortest interval, as the system counts hundredths of a second
 _BUSY = (1, 2, 3, 6, 7)  # user, nice, system, irq, softirq; not idle, disk wait, or time stolen by a neighbour
 
 
@@ -95,13 +94,13 @@ class OtherLoad:
         self._share: float | None = None
 
     def share(self) -> float | None:
-        """Return the share, or the previous one within `LEAST_SECONDS`; None if the system does not report it."""
+        """Return the share, or the previous one within `MIN_SECONDS`; None if the system does not report it."""
         now, before = self._now(), self._last
         busy, own, wall = (a - b for a, b in zip(now, before, strict=True))
-        if wall < LEAST_SECONDS:
+        if wall < MIN_SECONDS:
             return self._share
-        known = now[0] >= 0 and before[0] >= 0
-        self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if known else None
+        is_known = now[0] >= 0 and before[0] >= 0
+        self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if is_known else None
         return self._share
 
     def _now(self) -> tuple[float, float, float]:
@@ -121,7 +120,7 @@ class ThreadClock:
         self._last, self._waited = self._now(), 0.0
 
     def _now(self) -> tuple[float, float, float, int]:
-        """Seconds, those computed, those that the scheduler counts as waits, and how often the core was given up."""
+        """Return the seconds of the clock, of the processor and of counted waits, and the voluntary switches."""
         seconds, computed = time.perf_counter(), time.thread_time()
         if self._file is None:
             return seconds, computed, 0.0, 0
@@ -139,10 +138,10 @@ class ThreadClock:
 
 def busy_seconds(stat: Path = _STAT) -> float:
     """Return the busy seconds of the usable cores since the system started; -1 if it does not report them."""
-    wanted = {f"cpu{core}" for core in _cores()}
+    cores = {f"cpu{core}" for core in _cores()}
     try:
         rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
-        ticks = [sum(int(row[column]) for column in _BUSY) for row in rows if row[0] in wanted]
+        ticks = [sum(int(row[column]) for column in _BUSY) for row in rows if row[0] in cores]
     except (OSError, ValueError, IndexError):
         return -1.0
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else -1.0

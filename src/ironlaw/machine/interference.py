@@ -20,7 +20,7 @@ from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
-OTHERS = "others"  # share of the cores that other programs used during an observation
+OTHER_LOAD = "others"  # share of the cores that other programs used during an observation
 MAX_OTHER_LOAD = 0.10  # above this share kernels on all cores wait for other programs
 RUNS_COUNTED = 12
 FORGOTTEN_AFTER_SECONDS = 30 * 86400.0
@@ -35,23 +35,23 @@ def history_path() -> Path:
 
 def append_observations(profile: Profile, observations: Iterable[Mapping[str, float]]) -> None:
     """Append one run's observations of the profile's machine, unless other programs disturbed all of them."""
-    seen = trimmed_mean(undisturbed(observations))
-    if seen is None:
+    mean = trimmed_mean(undisturbed(observations))
+    if mean is None:
         return
-    about = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
-    append_json_line(history_path(), about | {"at": time.time()} | seen)
+    identity = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
+    append_json_line(history_path(), identity | {"at": time.time()} | mean)
 
 
 def undisturbed(observations: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return the observations without load from other programs, or all if the system does not report load."""
-    return [observation for observation in observations if (observation.get(OTHERS) or 0.0) <= MAX_OTHER_LOAD]
+    return [observation for observation in observations if (observation.get(OTHER_LOAD) or 0.0) <= MAX_OTHER_LOAD]
 
 
 def rounds(profile: Profile) -> list[dict[str, float]]:
     """Return the measurement's own rounds as observations, the input of `append_observations`."""
     columns = [profile.interference[kind] for kind in KINDS]
-    other_load = profile.interference.get(OTHERS) or [0.0] * len(columns[0])
-    return [dict(zip((*KINDS, OTHERS), values, strict=True)) for values in zip(*columns, other_load, strict=True)]
+    other_load = profile.interference.get(OTHER_LOAD) or [0.0] * len(columns[0])
+    return [dict(zip((*KINDS, OTHER_LOAD), values, strict=True)) for values in zip(*columns, other_load, strict=True)]
 
 
 def disturbed(profile: Profile) -> float | None:
@@ -64,19 +64,19 @@ def disturbed(profile: Profile) -> float | None:
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Return the typical time over best time by kind of kernel: the median of this measurement and the last runs."""
     own, anchor = trimmed_mean(undisturbed(rounds(profile))), reference_seconds(profile)
-    seen = [own] if own is not None else []
+    slowdowns = [own] if own is not None else []
     now = time.time() if now is None else now
     for entry in reversed(read_json_lines(history_path())):
-        if len(seen) > RUNS_COUNTED:
+        if len(slowdowns) > RUNS_COUNTED:
             break
         try:
             same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
             if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # The entry's ratios refer to the best times known then; the present ones may be better.
-                seen.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
+                slowdowns.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # cut off, or from an earlier version
             continue
-    return {kind: median(s[kind] for s in seen) if seen else 1.0 for kind in KINDS}
+    return {kind: median(s[kind] for s in slowdowns) if slowdowns else 1.0 for kind in KINDS}
 
 
 def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[str, float]:
@@ -87,12 +87,12 @@ def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[s
 
 def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float] | None:
     """Return the mean of the middle 80% by kind, like a run's typical step; None without observations."""
-    known = list(observations)
-    if not known:
+    rows = list(observations)
+    if not rows:
         return None
     result = {}
     for kind in KINDS:
-        values = sorted(observation[kind] for observation in known)
+        values = sorted(observation[kind] for observation in rows)
         cut = len(values) // 10
         result[kind] = fmean(values[cut : len(values) - cut])
     return result
@@ -100,8 +100,8 @@ def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float
 
 def other_load(observations: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
-    known = [observation[OTHERS] for observation in observations if observation.get(OTHERS) is not None]
-    return fmean(known) if known else None
+    shares = [observation[OTHER_LOAD] for observation in observations if observation.get(OTHER_LOAD) is not None]
+    return fmean(shares) if shares else None
 
 
 def reference_seconds(profile: Profile) -> dict[str, float]:

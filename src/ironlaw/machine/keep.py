@@ -13,7 +13,7 @@ from ironlaw.machine import interference
 from ironlaw.machine.links import save_costs
 from ironlaw.machine.profile import Profile, earlier_profile, load_profile, profile_path, save_profile
 
-Say = Callable[[str], Any]
+Log = Callable[[str], Any]
 ShowProgress = Callable[[str], AbstractContextManager[Any]]  # label -> context of a callback(fraction, text)
 
 
@@ -21,16 +21,16 @@ def _no_progress(label: str) -> AbstractContextManager[Any]:
     return nullcontext(lambda fraction, what="": None)
 
 
-def this_machine(say: Say = lambda text: None, progress: ShowProgress = _no_progress) -> Profile:
+def this_machine(log: Log = lambda text: None, progress: ShowProgress = _no_progress) -> Profile:
     """Return this machine's profile; measure the machine first if there is none."""
     if not profile_path().is_file():
-        say("This machine has not been measured yet: measuring first (`ironlaw measure`).")
-        measure_and_keep(say, progress)
+        log("This machine has not been measured yet: measuring first (`ironlaw measure`).")
+        measure_and_keep(log, progress)
     return load_profile()
 
 
 def measure_and_keep(
-    say: Say = lambda text: None, progress: ShowProgress = _no_progress, threads: int | None = None
+    log: Log = lambda text: None, progress: ShowProgress = _no_progress, threads: int | None = None
 ) -> Profile:
     """Measure this machine and store the profile. UserError if the cache folder cannot be written."""
     from ironlaw.machine.measure import measure as measure_machine
@@ -41,31 +41,26 @@ def measure_and_keep(
         raise UserError(problem)
     earlier = earlier_profile()
     with progress("Measuring this machine") as update:
-        profile = measure_machine(
-            threads=threads,
-            tokenizer_rate=tokenizer_rate,
-            earlier=earlier,
-            progress=lambda what, fraction: update(fraction, what),
-        )
+        profile = measure_machine(threads=threads, tokenizer_rate=tokenizer_rate, earlier=earlier, progress=update)
         if profile.device == "cpu":
             update(0.99, "two ranks")
             save_costs(measure_links(profile))
-    return kept(profile, earlier, say)
+    return save_unless_disturbed(profile, earlier, log)
 
 
-def kept(profile: Profile, earlier: Profile | None, say: Say = lambda text: None) -> Profile:
+def save_unless_disturbed(profile: Profile, earlier: Profile | None, log: Log = lambda text: None) -> Profile:
     """Store a profile and return it, unless it was disturbed and an undisturbed one of the same machine exists."""
     share = interference.disturbed(profile)
     calm = earlier if earlier is not None and interference.disturbed(earlier) is None else None
     if share is not None and calm is not None and calm.machine == profile.machine:
-        say(
+        log(
             f"Other programs used {share:.0%} of the cores meanwhile: the earlier measurement of "
             f"{calm.created[:16].replace('T', ' ')} is kept. Measure again when they are done."
         )  # fmt: skip
         return calm
     save_profile(profile)
     if share is not None:
-        say(
+        log(
             f"Other programs used {share:.0%} of the cores meanwhile: plans from this measurement have wide intervals. "
             "Measure again when they are done.",
         )  # fmt: skip

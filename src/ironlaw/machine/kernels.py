@@ -95,11 +95,11 @@ class _Inputs:
     def several(self, count: int, grad: bool = False) -> Callable[[int], tuple[Tensor, ...]]:
         return lambda elements: tuple(self.flat(elements, grad) for _ in range(count))
 
-    def normed(self, elements: int) -> tuple[Tensor, ...]:
+    def norm_inputs(self, elements: int) -> tuple[Tensor, ...]:
         ones = (torch.full((WIDTH,), value, device=self.pool.device, requires_grad=True) for value in (1.0, 0.0))
         return self.flat(elements, grad=True), *ones
 
-    def rotated(self, elements: int) -> tuple[Tensor, ...]:
+    def rotary_inputs(self, elements: int) -> tuple[Tensor, ...]:
         config = ModelConfig(layers=1, hidden=WIDTH, heads=8, vocab=2, context=256, positions="rope")
         tokens = min(256, _rows(elements))
         x = self.pool.take(max(1, _rows(elements) // tokens), tokens, 8, WIDTH // 8, dtype=self.dtype)
@@ -108,10 +108,10 @@ class _Inputs:
     def labels(self, rows: int) -> Tensor:
         return torch.randint(0, VOCABULARY, (rows,), device=self.pool.device)
 
-    def embedded(self, elements: int) -> tuple[Tensor, ...]:
+    def embedding_inputs(self, elements: int) -> tuple[Tensor, ...]:
         return self.labels(_rows(elements)), self.pool.parameter(VOCABULARY, WIDTH)
 
-    def judged(self, elements: int) -> tuple[Tensor, ...]:
+    def loss_inputs(self, elements: int) -> tuple[Tensor, ...]:
         rows = _rows(elements, VOCABULARY)
         return self.pool.parameter(rows, VOCABULARY), self.labels(rows)
 
@@ -140,15 +140,15 @@ def elementwise_builders(pool: Pool, dtype: torch.dtype = torch.float32) -> dict
         "noise": _kernel(lambda x: torch.empty_like(x).bernoulli_(0.9), of.several(1)),
         "sum_rows": _kernel(lambda x: x.sum(dim=0), of.several(1)),
         "concatenate": _kernel(lambda *parts: torch.cat(parts, dim=-1), lambda elements: of.several(3)(elements // 3)),
-        "rotary": _kernel(rotate, of.rotated),
+        "rotary": _kernel(rotate, of.rotary_inputs),
         "adamw": lambda elements: torch.optim.AdamW([of.with_gradient(elements)], fused=True).step,
         "clip": _kernel(clip, lambda elements: (of.with_gradient(elements),)),
     }
     both: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, ...]]]] = {
-        "embedding": (F.embedding, of.embedded),
-        "loss": (F.cross_entropy, of.judged),
-        "layernorm": (lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias), of.normed),
-        "rmsnorm": (lambda x, weight: F.rms_norm(x, (WIDTH,), weight), lambda elements: of.normed(elements)[:2]),
+        "embedding": (F.embedding, of.embedding_inputs),
+        "loss": (F.cross_entropy, of.loss_inputs),
+        "layernorm": (lambda x, weight, bias: F.layer_norm(x, (WIDTH,), weight, bias), of.norm_inputs),
+        "rmsnorm": (lambda x, weight: F.rms_norm(x, (WIDTH,), weight), lambda elements: of.norm_inputs(elements)[:2]),
     }
     for name, (function, given) in both.items():
         builders |= {f"{name}_{way}": _kernel(function, given, way == "backward") for way in ("forward", "backward")}

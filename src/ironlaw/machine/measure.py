@@ -30,7 +30,7 @@ from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
 from ironlaw.machine import host
 from ironlaw.machine.host import OtherLoad
-from ironlaw.machine.interference import OTHERS, trimmed_mean, undisturbed
+from ironlaw.machine.interference import OTHER_LOAD, trimmed_mean, undisturbed
 from ironlaw.machine.kernels import (
     Call,
     Pool,
@@ -87,11 +87,6 @@ class KernelSizes:
     cache_bytes: int  # total of a kernel's alternating inputs: above a core's share of the last cache
     copy_bytes: int
 
-    @property
-    def pool_elements(self) -> int:
-        """Numbers for three operands of the largest kernel."""
-        return max(3 * max(self.elements), *(m * k + n * k for m, n, k in self.shapes))
-
 
 CPU_SIZES = KernelSizes(
     CPU_SHAPES, (2**12, 2**16, 2**19, 2**21, 2**23), (64, 128, 256, 512, 1024), (16, 32, 64, 128), 1024, 256,
@@ -146,11 +141,11 @@ class Sampler:
     def sample(self, device: torch.device) -> None:
         timed = self._time_on_cuda if device.type == "cuda" else self._time
         if not self.seconds:  # warm up, then choose the number of repeats
-            once = timed(1)
-            if once < SLOW_SECONDS:  # a longer call needs no warm-up
-                once = timed(1)
-            most = MAX_QUEUED if device.type == "cuda" else 100
-            self.repeats = max(1, min(most, int(self.sample_seconds / max(once, 1e-7))))
+            seconds = timed(1)
+            if seconds < SLOW_SECONDS:  # a longer call needs no warm-up
+                seconds = timed(1)
+            max_repeats = MAX_QUEUED if device.type == "cuda" else 100
+            self.repeats = max(1, min(max_repeats, int(self.sample_seconds / max(seconds, 1e-7))))
         self.seconds.append(timed(self.repeats))
 
     def _time(self, repeats: int) -> float:
@@ -191,48 +186,48 @@ def measure(
     budget_seconds: float = 22.0,
     tokenizer_rate: Callable[[], float] | None = None,
     earlier: Profile | None = None,
-    progress: Callable[[str, float], None] | None = None,
+    progress: Callable[[float, str], Any] | None = None,
 ) -> Profile:
-    """Measure this machine and return its profile. `progress(what, fraction)` is called repeatedly.
+    """Measure this machine and return its profile. `progress(fraction, what)` is called repeatedly.
 
     `earlier`: the previous profile; if it is of the same machine, its best times are kept where they are better.
     """
     started = time.perf_counter()
-    say = progress or (lambda what, fraction: None)
-    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report = progress or (lambda fraction, what: None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     host.keep_freed_memory()
     torch.set_num_threads(threads or usable_threads())
     torch.manual_seed(0)
 
-    say("storage and tokenizer", 0.0)
+    report(0.0, "storage and tokenizer")
     storage = _storage_read_rate()
     tokenizer = tokenizer_rate() if tokenizer_rate else None
-    runtime_bytes = _fresh_process_bytes() if chosen.type == "cpu" else 0
+    runtime_bytes = _fresh_process_bytes() if device.type == "cpu" else 0
 
-    say("preparing kernels", 0.1)
-    fp32_products = fastest_fp32_products(chosen)
-    samplers = _samplers(chosen, fp32_products)
+    report(0.1, "preparing kernels")
+    fp32_products = fastest_fp32_products(device)
+    samplers = _samplers(device, fp32_products)
     probe, load = Probe(fp32_products), OtherLoad()
     probed: list[dict[str, float]] = []
-    others: list[float] = []
+    other_loads: list[float] = []
     spent = seconds = time.perf_counter() - started
     # At least three rounds, and no round that would end after the budget.
     while len(probed) < 3 or seconds + (seconds - spent) / len(probed) <= budget_seconds:
         for sampler in samplers:
-            sampler.sample(chosen)
+            sampler.sample(device)
         probed.append(probe.seconds())
-        others.append(load.share() or 0.0)
+        other_loads.append(load.share() or 0.0)
         seconds = time.perf_counter() - started
-        say(f"round {len(probed)}", min(0.99, max(0.1, seconds / budget_seconds)))
+        report(min(0.99, max(0.1, seconds / budget_seconds)), f"round {len(probed)}")
     for kind in KINDS:
         samplers.append(Sampler(("probe", kind), [], [times[kind] for times in probed]))
-    if chosen.type == "cuda":
-        runtime_bytes = host.context_bytes(chosen)
+    if device.type == "cuda":
+        runtime_bytes = host.context_bytes(device)
     profile = _profile(
-        chosen, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
+        device, samplers, earlier, fp32_products=fp32_products, runtime_bytes=runtime_bytes,
         storage_bytes_per_second=storage, tokenizer_tokens_per_second=tokenizer,
     )  # fmt: skip
-    profile.interference[OTHERS] = others
+    profile.interference[OTHER_LOAD] = other_loads
     return profile
 
 
@@ -255,7 +250,8 @@ def fastest_fp32_products(device: torch.device, rounds: int = 7) -> FP32Products
 def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler]:
     """Return samplers of everything that is timed."""
     sizes, cuda = sizes_of(device), device.type == "cuda"
-    pool = Pool(device, sizes.pool_elements)
+    # Numbers for three operands of the largest kernel.
+    pool = Pool(device, max(3 * max(sizes.elements), *(m * k + n * k for m, n, k in sizes.shapes)))
     onednn = fp32_products == "onednn"
     samplers = []
     for precision, dtype in PRECISIONS.items():
@@ -428,7 +424,7 @@ class Probe:
         """
         share = self._load.share()
         found = {kind: seconds / profile.probe[kind] for kind, seconds in self.seconds().items()}
-        return found if share is None else found | {OTHERS: share}
+        return found if share is None else found | {OTHER_LOAD: share}
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:

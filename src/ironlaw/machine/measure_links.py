@@ -68,14 +68,14 @@ def costs_of(profile: Profile, found: list[dict[str, Any]]) -> RankCosts:
         seconds = np.minimum.accumulate([best[f"{kind} {size}"] for size in reversed(SIZES)])[::-1]
         seconds = seconds / (2 if kind == "send" else 1)
         curves[kind] = Curve(tuple(float(size) for size in SIZES), tuple(float(s) for s in seconds))
-    work = {
+    processor_seconds = {
         name: float(np.percentile([s for rank in found for s in rank["processor"][name]], QUANTILE))
         for name in found[0]["processor"]
     }
 
     def own(kind: str, plain: str, collectives: dict[str, int], calls: int) -> float:
-        talking = sum(count * work[f"{name} {SIZES[0]}"] for name, count in collectives.items())
-        return max(0.0, work[kind] - work[plain] - talking) / calls
+        talking = sum(count * processor_seconds[f"{name} {SIZES[0]}"] for name, count in collectives.items())
+        return max(0.0, processor_seconds[kind] - processor_seconds[plain] - talking) / calls
 
     return RankCosts(
         profile.machine, profile.created, found[0]["cores"], curves,
@@ -147,9 +147,8 @@ def _collectives(rank: int) -> dict[str, Call]:
     import torch
     import torch.distributed as dist
 
-    def exchange(kind: str, size: int) -> Call:
-        buffer = torch.zeros(size // 4)
-        half = torch.zeros(size // 8)
+    def exchanges(size: int) -> dict[str, Call]:
+        buffer, half = torch.zeros(size // 4), torch.zeros(size // 8)
 
         def send() -> None:  # a round trip: two messages
             dist.send(buffer, 1 - rank) if rank == 0 else dist.recv(buffer, 1 - rank)
@@ -161,9 +160,9 @@ def _collectives(rank: int) -> dict[str, Call]:
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, buffer),
             "all_to_all": lambda: dist.all_to_all_single(buffer, buffer.clone()),
             "send": send,
-        }[kind]
+        }
 
-    return {f"{kind} {size}": exchange(kind, size) for kind in KINDS for size in SIZES}
+    return {f"{kind} {size}": call for size in SIZES for kind, call in exchanges(size).items()}
 
 
 def _kernels(how: str) -> dict[str, Call]:
@@ -188,15 +187,15 @@ def _wrappers(rank: int) -> dict[str, Call]:
     rows = torch.randn(ROWS, WIDTH)
 
     def layers(count: int) -> nn.Sequential:
-        pairs = [nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)]
-        return nn.Sequential(*(nn.Sequential(*(type(p)(p.in_features, p.out_features, False) for p in pairs))
-                               for _ in range(count)))  # fmt: skip
+        def pair() -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False))
+
+        return nn.Sequential(*(pair() for _ in range(count)))
 
     def trained(model: nn.Module) -> Call:
         def call() -> None:
             model(rows).sum().backward()
-            for parameter in model.parameters():
-                parameter.grad = None
+            model.zero_grad()
 
         return call
 
@@ -215,15 +214,13 @@ def _wrappers(rank: int) -> dict[str, Call]:
     def piped() -> None:
         given: dict[str, Tensor] = {"target": rows} if rank else {}
         schedule.step(*(() if rank else (rows,)), **given)
-        for parameter in part.parameters():
-            parameter.grad = None
+        part.zero_grad()
 
     def passed() -> None:
         for _ in range(MICRO_BATCHES):
             part(micro).sum().backward()
         micro.grad = None
-        for parameter in part.parameters():
-            parameter.grad = None
+        part.zero_grad()
 
     return {
         "plain": trained(plain), "passes": passed, "fsdp": trained(sharded), "tensor": trained(divided),

@@ -59,7 +59,7 @@ class Curve:
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On straight lines through rising points; as the first or the last beyond them."""
+    """Interpolate linearly between rising points; constant before the first and after the last."""
     after = bisect_right(points, x, key=lambda point: point[0])
     if after in (0, len(points)):
         return points[min(after, len(points) - 1)][1]

@@ -42,7 +42,7 @@ def measured_precision(precision: str, profile: Profile) -> str:
 
 def is_emulated(precision: str, profile: Profile) -> bool:
     """Whether a run emulates the precision by rounding the operands of its products."""
-    return precision_recipe(precision) is not None and not number_format(precision).in_units(profile.capability)
+    return precision_recipe(precision) is not None and not number_format(precision).is_native(profile.capability)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class DecodeTokens:
     table: Tensor  # (P, pages of the longest sequence), int32
     sequence: Tensor  # (count,), int32: row of the table
     positions: Tensor  # (count,), int32
-    scratch: Tensor | None = None  # scratch memory of `compiled.py`
+    scratch: Tensor | None = None  # scratch memory of compiled blocks
 
     def __post_init__(self) -> None:
         table = address(self.table, torch.int32, *self.table.shape)

@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         """Return logits (rows, V) for new `tokens` (N,) of any number of sequences, at `positions` (N,). Earlier tokens
         are in `caches`, one per block. `rows`: the tokens that need logits, by default all. `long` (N,): whether a
         token's sequence exceeds the original context (`rope_long`). `blocks`: replacements of the blocks
-        (`compiled.py`)."""
+        (`packed.py`)."""
         assert self.embedding is not None and self.final_norm is not None
         x = self.embed(tokens[None], 0, at=positions)  # (1, N, H): the blocks see one sequence
         kinds = self.kinds()

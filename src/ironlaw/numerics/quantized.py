@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ironlaw.catalog.formats import NumberFormat, number_format
 from ironlaw.errors import UserError
-from ironlaw.numerics.packing import pack, unpack
-from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, round_to
+from ironlaw.numerics.rounding import Rounding, decode, encode, generator_of, pack, round_to, unpack
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def block_scales(
     largest = blocks.abs().amax((1, 3)) if largest is None else largest
     finite = largest.isfinite()
     if format.rule == "floor":
-        exponent = torch.frexp(largest).exponent - 1 - element.greatest_exponent
+        exponent = torch.frexp(largest).exponent - 1 - element.max_exponent
         exponent = torch.where(largest == 0, -kept.bias, exponent).clamp(-kept.bias, kept.bias)
         codes = torch.where(finite, exponent + kept.bias, 255).to(torch.uint8)
         return decode(codes, kept), codes, None
@@ -225,7 +224,7 @@ def block_scales(
             top = torch.where(finite, largest, 0.0).amax()
             tensor_scale = torch.where(top > 0, top / (kept.largest * element.largest), 1.0)
         # Keep the scale a normal number: a subnormal one would lose bits.
-        wanted = (wanted / tensor_scale).clamp(2.0**kept.least_exponent, kept.largest)
+        wanted = (wanted / tensor_scale).clamp(2.0**kept.min_exponent, kept.largest)
     wanted = torch.where(finite, torch.where(largest == 0, 1.0, wanted), torch.nan)
     if bool((wanted.abs() > kept.largest).any()):
         raise UserError(

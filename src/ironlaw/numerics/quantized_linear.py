@@ -19,8 +19,8 @@ from ironlaw.kernels.library import INT4
 from ironlaw.kernels.product import GROUP, Weight, multiplies
 from ironlaw.model.packed import NativeLinear, ReadOnlyLinear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.packing import unpack
 from ironlaw.numerics.quantized import Quantized, quantize
+from ironlaw.numerics.rounding import unpack
 
 KERNEL_FORMATS = ("int8", "int4")
 OUTPUT_FORMAT = {"int4": "int8"}  # format of the output layer, the most sensitive matrix, if it differs

@@ -8,10 +8,13 @@ which is exact in fp32, as is division by a power of two. Nearest: ties to the e
 floor(x / q + u), u uniform in [0, 1), whose mean is x / q, so that sums of many rounded numbers do not drift
 (arXiv 1502.02551). Finite numbers beyond the largest become the largest ("saturate"), as do infinities in formats of at
 most 8 bits. NaN stays NaN if the format has one; otherwise a NaN is an error, because any number would be wrong.
+
+Codes of 1, 4 and 6 bits are packed into bytes along the last dimension, the first code in the lowest bits.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Literal
 
@@ -44,7 +47,7 @@ def round_to(x: Tensor, format: NumberFormat, generator: torch.Generator | None 
     # Read the exponent from the bits: frexp and ldexp take twenty times as long as a product.
     exponent = ((x.contiguous().view(torch.int32) >> 23) & 0xFF) - 127  # too low for 0 and subnormals: clamped below
     # Clamp above too: larger numbers saturate, and the reciprocal of their quantum might be too small for fp32.
-    shift = exponent.clamp_(format.least_exponent, min(format.greatest_exponent, 126)) - format.mantissa_bits
+    shift = exponent.clamp_(format.min_exponent, min(format.max_exponent, 126)) - format.mantissa_bits
     rounded = _whole(x * power_of_two(-shift), generator) * power_of_two(shift)
     saturated = rounded.clamp(-format.largest, format.largest)
     return torch.where(x.isinf(), x, saturated) if format.bits > 8 else saturated
@@ -142,3 +145,24 @@ def encode(x: Tensor, format: NumberFormat) -> Tensor:
 def decode(codes: Tensor, format: NumberFormat) -> Tensor:
     """Returns the fp32 numbers for the codes of `encode`."""
     return codes.float() if format.bits > 8 else code_values(format, codes.device)[codes.int()]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Packs uint8 codes (..., n) to uint8 (..., ceil(n bits / 8)); codes of 8 bits and more are returned unchanged."""
+    return codes if bits >= 8 else _regrouped(codes, bits, 8)[..., : -(-codes.shape[-1] * bits // 8)]
+
+
+def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Inverse of `pack`: returns the `count` codes of each row."""
+    return packed if bits >= 8 else _regrouped(packed, 8, bits)[..., :count]
+
+
+def _regrouped(numbers: Tensor, bits: int, to: int) -> Tensor:
+    """Regroups numbers of `bits` bits to numbers of `to` bits, padded with zeros to a common multiple."""
+    whole = math.lcm(bits, to)
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.shape[-1] % (whole // bits)))
+    groups = padded.unflatten(-1, (-1, whole // bits)).int()
+    word = sum(groups[..., place] << (bits * place) for place in range(whole // bits))
+    assert isinstance(word, Tensor)
+    parts = [(word >> (to * place)) & ((1 << to) - 1) for place in range(whole // to)]
+    return torch.stack(parts, dim=-1).flatten(-2).to(torch.uint8)

@@ -21,9 +21,8 @@ from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.tensors import entries, to_theirs
-from ironlaw.numerics.packing import pack
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.numerics.rounding import encode
+from ironlaw.numerics.rounding import encode, pack
 
 # compressed-tensors' names of the file format and of the number type.
 _COMPRESSED = {

@@ -1,4 +1,4 @@
-"""Where each step's time goes, measured by two readings of the clock per phase."""
+"""Measures where each step's time goes, by two readings of the clock per phase."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ironlaw.ledger import STEP_PHASES, Phase
 
 @dataclass
 class StepTimes:
-    """One step: wall seconds, and seconds by phase. What the phases leave over is unattributed."""
+    """Wall seconds of one step, and seconds by phase. The rest is unattributed."""
 
     wall_seconds: float = 0.0
     phase_seconds: dict[Phase, float] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class StepClock:
         self._inside = inside + elapsed
 
     def waited(self, what: str, seconds: float) -> None:
-        """Of the phase around it, so much was waiting for other ranks: exposed communication."""
+        """Count seconds of the running phase as waiting for other ranks: exposed communication."""
         self._add(Phase.COMMUNICATION, seconds)
         self.times.waited_seconds[what] = self.times.waited_seconds.get(what, 0.0) + seconds
         self._inside += seconds

@@ -33,7 +33,7 @@ from ironlaw.observe.operation_checks import (
     OddMasks,
     OperationChecks,
     is_nearly_empty,
-    mask_saves,
+    share_saved_without,
 )
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
@@ -216,10 +216,10 @@ class CloseLook(TorchDispatchMode):
         rules = (*OperationChecks.COUNTED, *OperationChecks.TRIED, MASK_RANK)
         found = {rule: self._part(self._seconds[rule], self._marked[rule]) for rule in rules}
         if (part := found[MASKED]) is not None and (masked := self._checks.masked) is not None:
-            part["part"] *= mask_saves(masked.operands[:1] * 3, masked.mask, is_causal=True)
+            part["part"] *= share_saved_without(masked.operands[:1] * 3, masked.mask, is_causal=True)
         if (part := found[MASK_RANK]) is not None:
             *heads, mask = self._odd_masks.found
-            part["part"] *= mask_saves(heads, mask, attn_mask=mask.detach()[None])
+            part["part"] *= share_saved_without(heads, mask, attn_mask=mask.detach()[None])
         unread = self._differentiable - self._read - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),

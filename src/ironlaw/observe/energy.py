@@ -1,4 +1,4 @@
-"""Energy from the hardware's own counters, where the system lets us read them. Otherwise there is no measurement."""
+"""Reads energy from the hardware's own counters, where the system permits it. Otherwise there is no measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RAPL = Path("/sys/class/powercap")
 
 
 class _Package:
-    """A processor's package, by RAPL (Intel and AMD). Everything on it counts, other programs' work included."""
+    """Energy of a processor's package by RAPL (Intel and AMD), including other programs' work."""
 
     name = "RAPL counters of the whole package"
 
@@ -21,7 +21,7 @@ class _Package:
         self.limit = int((folder / "max_energy_range_uj").read_text()) / 1e6
 
     def read(self) -> float | None:
-        """Joules since some moment; None when it cannot be read."""
+        """Returns joules since an unknown moment; None if the counter cannot be read."""
         try:
             return int(self._path.read_text()) / 1e6
         except (OSError, ValueError):
@@ -47,11 +47,11 @@ class EnergyMeter:
 
     @property
     def basis(self) -> str:
-        """Where the figure comes from, in words."""
+        """Where the figure comes from."""
         return " and ".join(dict.fromkeys(counter.name for counter in self._counters))
 
     def joules(self) -> float | None:
-        """Call at least every few minutes: the processor's counters wrap around."""
+        """Returns joules since the start. Call it at least every few minutes: the processor's counters wrap around."""
         if not self._counters:
             return None
         for index, counter in enumerate(self._counters):

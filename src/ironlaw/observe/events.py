@@ -51,7 +51,7 @@ class Allocation:
 
 
 def recorded_events(recorded: Any) -> list[Event]:
-    """Of a finished `torch.profiler.profile`, in order of time."""
+    """Returns the events of a finished `torch.profiler.profile` in order of time."""
     events = []
     for e in recorded.profiler.kineto_results.events():
         start, duration = e.start_ns(), e.duration_ns()
@@ -71,7 +71,7 @@ def recorded_events(recorded: Any) -> list[Event]:
 
 
 def recorded_allocations(recorded: Any) -> list[Allocation]:
-    """Of a finished profiler that recorded memory, in order of time."""
+    """Returns the allocations of a finished profiler that recorded memory, in order of time."""
     return sorted(_allocations(recorded), key=lambda a: a.moment)
 
 
@@ -95,7 +95,7 @@ SyncPoints = dict[tuple[str, str], list[float]]
 
 
 def describe_sync_points(found: SyncPoints, steps: int) -> list[dict[str, Any]]:
-    """Per step, those that took most first."""
+    """Returns sync points with times and seconds per step, those that took most first."""
     points: list[dict[str, Any]] = [
         {"place": place, "call": call, "per_step": len(times) / steps, "seconds": sum(times) / steps}
         for (place, call), times in found.items()

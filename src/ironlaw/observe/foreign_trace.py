@@ -1,4 +1,4 @@
-"""Anybody's trace as a ledger: steps and phases inferred, every instant of a step in one phase.
+"""Makes a ledger of any trace. Steps and phases are inferred; every instant of a step is in one phase.
 
 On a device the instant belongs to the first of: a kernel that computes, a collective, a copy from the host; and when
 the device does nothing, to what the host does: wait for data, launch, or nothing that the trace shows. Without a device
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,7 +28,7 @@ from ironlaw.observe.trace_file import TraceFile
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize")
 _USER_LINE = re.compile(r"^(?!<|.*(?:site-packages|torch/|dist-packages)).*\.py\(\d+\)")
 _OPERANDS = {"aten::mm": 2, "aten::bmm": 2, "aten::addmm": 3, "aten::baddbmm": 3}  # tensors that a product takes
-CUT_OFF = 0.2  # of the usual length: shorter steps were still running when the trace ended
+MIN_STEP_SHARE = 0.2  # of the usual length: shorter steps were still running when the trace ended
 
 
 @dataclass
@@ -52,7 +52,7 @@ class _Traced:
             span.phase = _phase_of(span)
         self.main = _main_thread(self.spans)
         self.on_device = any(event.where == DEVICE for event in events)
-        self.steps, self.how = _steps(events, self.spans)
+        self.steps, self.steps_inferred = _steps(events, self.spans)
         self.launchers = _launchers(events, self.spans)
         for step in self.steps:
             step.pieces = _device_pieces(step, self) if self.on_device else _thread_pieces(step, self)
@@ -77,7 +77,7 @@ def trace_ledger(trace: TraceFile) -> Ledger:
     middle = seconds[len(seconds) // 2]
     step_seconds = sum(s.end - s.begin for s in steps) / len(steps) / 1e9
     low, high = (seconds[i].end - seconds[i].begin for i in (0, -1))
-    how = f"mean of {len(steps)} steps under the profiler ({traced.how})"
+    how = f"mean of {len(steps)} steps under the profiler ({traced.steps_inferred})"
     ledger.totals["step_seconds"] = Estimate(step_seconds, Origin.MEASURED, how, low / 1e9, high / 1e9)
     for phase in Phase:
         mean = sum(step.seconds(phase) for step in steps) / len(steps)
@@ -85,14 +85,14 @@ def trace_ledger(trace: TraceFile) -> Ledger:
             ledger.phase_seconds[phase] = mean
     segments = middle.pieces + operation_segments(spans, events, traced.main, middle.begin, middle.end)
     ledger.facts = {
-        "source": "trace", "steps_done": len(steps), "steps_inferred": traced.how,
+        "source": "trace", "steps_done": len(steps), "steps_inferred": traced.steps_inferred,
         "device": "cuda" if traced.on_device else "cpu", "machine": _device_name(trace),
         "timeline": timeline(segments, middle.begin, middle.end), "launches_per_step": _launches(traced),
         "sync_points": _sync_points(traced), "model": {"name": "a traced training step"},
         "shapes_recorded": any("Input Dims" in event.details for event in events),
         "stacks_recorded": any(_USER_LINE.match(event.name) for event in events),
         "precision": _precision(events), "world_size": _world_size(trace, events),
-        "unfused_attention": _unfused(spans),
+        "unfused_attention": _has_unfused_attention(spans),
     }  # fmt: skip
     return ledger
 
@@ -113,7 +113,7 @@ def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedS
     marked = [e for e in events if e.name.startswith("ProfilerStep#") and e.where == CPU]
     if marked:
         usual = sorted(e.end - e.start for e in marked)[len(marked) // 2]
-        whole = [e for e in marked if e.end - e.start > CUT_OFF * usual]
+        whole = [e for e in marked if e.end - e.start > MIN_STEP_SHARE * usual]
         return [TracedStep(e.start, e.end) for e in whole], "marked by profiler.step()"
     ends = [s.event.end for s in spans if s.event.name.startswith("Optimizer.step#")]
     if len(ends) >= 2:
@@ -123,7 +123,7 @@ def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedS
 
 
 def _phase_of(span: Span) -> Phase | None:
-    """None: it says nothing of a phase (a step's own mark, a Python function)."""
+    """Returns None for spans of no phase (a step's own mark, a Python function)."""
     name = span.event.name
     if span.outer.startswith("Optimizer."):
         return Phase.OPTIMIZER
@@ -142,7 +142,7 @@ def _phase_of(span: Span) -> Phase | None:
 
 
 def _thread_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
-    """The main thread's outermost spans that tell a phase, and what lies between them."""
+    """Returns the main thread's outermost spans with a phase, and what lies between them."""
     pieces: list[Segment] = []
     now, last = step.begin, None
     for span in traced.spans:
@@ -163,7 +163,7 @@ def _thread_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
 
 
 def _device_pieces(step: TracedStep, traced: _Traced) -> list[Segment]:
-    """By priority: compute, communication, copies from the host, then what the host does while the device idles."""
+    """Returns pieces by priority: compute, communication, copies from the host, then what the host does meanwhile."""
     layers: list[list[Segment]] = [[], [], [], [], []]
 
     def add(layer: int, phase: Phase, event: Event) -> None:
@@ -260,7 +260,7 @@ def _lines(traced: _Traced) -> list[Line]:
 
 
 def _flops(event: Event) -> int:
-    """Of a matrix product whose shapes the trace has."""
+    """Returns FLOPs of a matrix product whose shapes were recorded, else 0."""
     shapes = event.details.get("Input Dims", [])[: _OPERANDS.get(event.name, 0)]
     try:
         return int(flop_registry[getattr(torch.ops.aten, event.name[6:])](*shapes)) if shapes else 0
@@ -275,7 +275,7 @@ def _launches(traced: _Traced) -> int:
 
 
 def _sync_points(traced: _Traced) -> list[dict[str, Any]]:
-    """Where the host waited for a value: with the line of the user's code when stacks were recorded."""
+    """Returns where the host waited for a value, with the line of the user's code if stacks were recorded."""
     found: SyncPoints = defaultdict(list)
     for span in traced.spans:
         if span.event.name in ("aten::item", "aten::is_nonzero") and traced.inside(span.event):
@@ -297,18 +297,15 @@ def _line_of(span: Span) -> str:
 
 
 def _precision(events: Iterable[Event]) -> str | None:
-    """What most matrix products take in, where shapes were recorded."""
+    """Returns the type of most matrix products' inputs, if shapes were recorded."""
     names = {"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
-    seen: dict[str, int] = defaultdict(int)
-    for event in events:
-        if event.name in ("aten::mm", "aten::addmm", "aten::bmm"):
-            types = [t for t in event.details.get("Input type", []) if t in names]
-            if types:
-                seen[names[types[-1]]] += 1
-    return max(seen, key=lambda name: seen[name]) if seen else None
+    products = (event for event in events if event.name in ("aten::mm", "aten::addmm", "aten::bmm"))
+    types = ([t for t in event.details.get("Input type", []) if t in names] for event in products)
+    most = Counter(names[known[-1]] for known in types if known).most_common(1)
+    return most[0][0] if most else None
 
 
-def _unfused(spans: Sequence[Span]) -> bool:
+def _has_unfused_attention(spans: Sequence[Span]) -> bool:
     """Products and a softmax inside `scaled_dot_product_attention`, or between two batched products of a module."""
     inside = any(s.attention and s.event.name in ("aten::_softmax", "aten::_safe_softmax") for s in spans)
     batched = sum(s.event.name == "aten::bmm" for s in spans)

@@ -1,6 +1,6 @@
-"""What the driver tells of a GPU while it works: energy, clock, and why the clock is low.
+"""Reads energy, clock, and reasons for a low clock of a GPU from its driver.
 
-Through NVML (`nvidia-ml-py`, in the extra `ironlaw[energy]`); without it all of this is not measured.
+Uses NVML (`nvidia-ml-py`, in the extra `ironlaw[energy]`); without it none of this is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _THROTTLED = "cpu[0-9]*/thermal_throttle/core_throttle_count"
 
 
 class GpuMonitor:
-    """One GPU. `sample()` now and then while it works; `facts()` at the end."""
+    """Monitors one GPU: call `sample()` now and then while it works, `facts()` at the end."""
 
     name = "NVML counter of the board"
     limit = None  # the counter of energy does not wrap around
@@ -27,7 +27,7 @@ class GpuMonitor:
         self._reasons: list[int] = []
 
     def read(self) -> float | None:
-        """Joules since the driver was loaded."""
+        """Returns joules since the driver was loaded."""
         try:
             return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3  # it counts millijoules
         except self._nvml.NVMLError:
@@ -40,7 +40,7 @@ class GpuMonitor:
             self._reasons.append(int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)))
 
     def facts(self) -> dict[str, Any]:
-        """Mean and highest clock, hertz; share of the samples in which each reason held the clock down."""
+        """Returns mean and highest clock in hertz, and in which share of the samples each reason held it down."""
         if not self._clocks or not self._reasons:
             return {}
         try:
@@ -55,7 +55,7 @@ class GpuMonitor:
 
 
 def find_gpu_monitor(index: int, nvml: Any = None) -> GpuMonitor | None:
-    """None without nvidia-ml-py, without a driver, and where the driver hides the GPU."""
+    """Returns None without nvidia-ml-py, without a driver, or if the driver hides the GPU."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
@@ -67,7 +67,7 @@ def find_gpu_monitor(index: int, nvml: Any = None) -> GpuMonitor | None:
 
 
 def processor_throttle_count(cores: Path = Path("/sys/devices/system/cpu")) -> int | None:
-    """How often heat has slowed a core since the system started; None where the system does not count (Linux, x86)."""
+    """Returns how often heat has slowed a core since the system started; None if not counted (Linux on x86 counts)."""
     counts = []
     for path in cores.glob(_THROTTLED):
         with suppress(OSError, ValueError):

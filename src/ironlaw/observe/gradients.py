@@ -1,4 +1,4 @@
-"""Which gradients of a step an update reads, and which rows of embeddings had any."""
+"""Finds gradients that no update reads, and rows of embeddings that had none."""
 
 from __future__ import annotations
 
@@ -14,117 +14,118 @@ from ironlaw.observe.user_code import line_calling, user_line
 from ironlaw.workload.trace_kernels import tensors
 
 CLIPPING = torch.nn.utils.clip_grad.__file__
-_READS_NOTHING = ("zero_", "detach", "_amp_")  # filled with zeros, dropped, unscaled
+_NOT_READING = ("zero_", "detach", "_amp_")  # filled with zeros, dropped, unscaled
 
 
-def _clips() -> bool:
+def _is_clipping() -> bool:
     return any(frame.f_code.co_filename == CLIPPING for frame, _ in traceback.walk_stack(None))
 
 
 @dataclass
-class _Call:
-    """One call of a module with weights: where, which, and whether a gradient could go on behind it."""
+class _ModuleCall:
+    """One call of a module with weights: its line, its weights, and whether its inputs have gradients too."""
 
     place: str
     parameters: set[int]
-    passes_on: bool
+    has_gradient_input: bool
 
 
 @dataclass
-class _Pass:
-    """One backward pass: where it began and the calls before it, and what it wrote, in order."""
+class _BackwardPass:
+    """One backward pass: its line, the calls before it, weights whose gradients it wrote in order, and those read."""
 
     place: str
-    calls: list[_Call]
+    calls: list[_ModuleCall]
     written: list[Tensor] = field(default_factory=list)
     read: set[int] = field(default_factory=set)
 
 
 class GradientUse:
-    """Looks at one step between `begin` and `end`; whether gradients are read shows until the `facts` are asked for.
+    """Watches one step between `begin` and `end`. Whether its gradients are read may show later, until `facts`.
 
-    Of any module: a teacher beside the model that is observed has its gradients computed too.
+    All modules count: a teacher beside the observed model has its gradients computed too.
     """
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._module, self._optimizers = module, optimizers
         self._handles: dict[int, Any] = {}
-        self._passes: list[_Pass] = []
-        self._calls: list[_Call] = []
-        self._waiting: dict[int, tuple[Tensor, list[_Pass]]] = {}
-        self._held: dict[int, int] = {}  # address of a gradient that waits -> id of its parameter
+        self._passes: list[_BackwardPass] = []
+        self._calls: list[_ModuleCall] = []
+        self._unread: dict[int, tuple[Tensor, list[_BackwardPass]]] = {}
+        self._owner_of_address: dict[int, int] = {}  # address of a gradient that waits -> id of its parameter
         self._untouched: float | None = None
 
     def begin(self) -> None:
-        self._handles[0] = nn.modules.module.register_module_forward_pre_hook(self._called)
+        self._handles[0] = nn.modules.module.register_module_forward_pre_hook(self._module_called)
 
     def end(self) -> None:
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
 
-    def _called(self, module: nn.Module, args: Any) -> None:
+    def _module_called(self, module: nn.Module, args: Any) -> None:
         own = {id(p) for p in module.parameters() if p.requires_grad} if torch.is_grad_enabled() else None
         if own:
-            self._calls.append(_Call(user_line(), own, any(t.requires_grad for t in tensors(args))))
+            self._calls.append(_ModuleCall(user_line(), own, any(t.requires_grad for t in tensors(args))))
 
     def backward_begins(self, roots: Any) -> None:
         self._forget_cleared()
         if self._handles:
-            self._passes.append(_Pass(user_line(), self._calls))
+            self._passes.append(_BackwardPass(user_line(), self._calls))
             self._calls = []
             for leaf in _leaves(roots):
                 if id(leaf) not in self._handles:
-                    self._handles[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._wrote)
+                    self._handles[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._gradient_written)
 
     def backward_ended(self) -> None:
         if self._handles and self._untouched is None:
             self._untouched = self._untouched_part()
-        strided = (p for p, _ in self._waiting.values() if p.grad is not None and p.grad.layout is torch.strided)
-        self._held = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
+        strided = (p for p, _ in self._unread.values() if p.grad is not None and p.grad.layout is torch.strided)
+        self._owner_of_address = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
 
     def operation_called(self, name: str, operands: Any) -> None:
-        """Gradients that the loop itself computes with are read, but for filling them with zeros."""
-        if not self._waiting or any(word in name for word in _READS_NOTHING):
+        """Gradients that the loop itself computes with are read, unless it fills them with zeros."""
+        if not self._unread or any(word in name for word in _NOT_READING):
             return
-        for at in {t.data_ptr() for t in tensors(operands) if t.layout is torch.strided} & self._held.keys():
-            weight, passes = self._waiting.get(self._held[at], (None, []))
-            if weight is not None and weight.grad is not None and weight.grad.data_ptr() == at and not _clips():
+        addresses = {t.data_ptr() for t in tensors(operands) if t.layout is torch.strided}
+        for at in addresses & self._owner_of_address.keys():
+            weight, passes = self._unread.get(self._owner_of_address[at], (None, []))
+            if weight is not None and weight.grad is not None and weight.grad.data_ptr() == at and not _is_clipping():
                 for one in passes:
                     one.read.add(id(weight))
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._waiting:
+        if not self._unread:
             return
         self._forget_cleared()
         for parameter in _updated((optimizer,)):
-            for one in self._waiting.pop(parameter, (None, ()))[1]:
+            for one in self._unread.pop(parameter, (None, ()))[1]:
                 one.read.add(parameter)
 
-    def _wrote(self, parameter: Tensor) -> None:
+    def _gradient_written(self, parameter: Tensor) -> None:
         if self._passes:
             self._passes[-1].written.append(parameter)
-            self._waiting.setdefault(id(parameter), (parameter, []))[1].append(self._passes[-1])
+            self._unread.setdefault(id(parameter), (parameter, []))[1].append(self._passes[-1])
 
     def _forget_cleared(self) -> None:
-        """Gradients that are gone before any update came to read them."""
-        gone = [i for i, (p, _) in self._waiting.items() if p.grad is None or not bool(p.grad.any())]
+        """Drop gradients that were cleared before any update read them."""
+        gone = [i for i, (p, _) in self._unread.items() if p.grad is None or not bool(p.grad.any())]
         for parameter in gone:
-            del self._waiting[parameter]
+            del self._unread[parameter]
 
     def facts(self, files: Sequence[str]) -> dict[str, Any]:
-        """Parts of the elements of all gradients of the step: `gradients_idle` no update read, `rows_untouched` are
-        rows of embeddings that no token of the batch was, zeros that an optimizer goes through all the same."""
+        """Parts of the elements of all gradients of the step: `gradients_idle` were read by no update; `rows_untouched`
+        are zeros of embedding rows that no token of the batch used, which an optimizer still goes through."""
         names = tuple(type(optimizer).__name__ for optimizer in self._optimizers)
         owned = _updated(self._optimizers)
-        for parameter, (_, passes) in self._waiting.items() if self._passes else ():
+        for parameter, (_, passes) in self._unread.items() if self._passes else ():
             for one in passes if parameter in owned else ():  # those of an accumulation that goes on
                 one.read.add(parameter)
         whole = sum(p.numel() for one in self._passes for p in one.written)
         if not whole:
             return {"gradients_idle": None, "rows_untouched": None}
-        left_out = {id(p) for p in self._module.parameters()} - owned
-        idle = [_idle(one, owned, left_out) for one in self._passes]
+        not_owned = {id(p) for p in self._module.parameters()} - owned
+        idle = [_idle_elements(one, owned, not_owned) for one in self._passes]
         worst = max(range(len(idle)), key=lambda n: idle[n][0])
         return {
             "gradients_idle": {
@@ -154,7 +155,7 @@ def _updated(optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
 
 
 def graph_of(roots: Any) -> list[Any]:
-    """The nodes that a backward pass from here comes through."""
+    """Returns the nodes of autograd's graph that a backward pass from these roots visits."""
     nodes = [t.grad_fn for t in tensors(roots) if t.grad_fn is not None]
     seen = set(nodes)
     for node in nodes:  # which grows meanwhile
@@ -165,29 +166,28 @@ def graph_of(roots: Any) -> list[Any]:
 
 
 def _leaves(roots: Any) -> list[Tensor]:
-    """Whatever a backward pass from here writes gradients of."""
+    """Returns the tensors whose gradients a backward pass from these roots writes."""
     return [node.variable for node in graph_of(roots) if hasattr(node, "variable")]
 
 
-def _idle(one: _Pass, owned: set[int], left_out: set[int]) -> tuple[float, list[str]]:
-    """Elements of gradients that nothing read, and the lines of the calls they belong to, then of the pass.
+def _idle_elements(one: _BackwardPass, owned: set[int], not_owned: set[int]) -> tuple[float, list[str]]:
+    """Returns elements of gradients that nothing reads, and the lines of the calls they belong to, then of the pass.
 
-    What a pass computes behind the last gradient that is read, it computes for nothing, and so what it computes of a
-    module behind which nothing is learned. Elsewhere gradients of activations are needed, and those of weights, half of
-    the work, are not: that counts where no optimizer has the weight at all, and not for a discriminator through which a
-    generator learns.
+    All that a pass computes after the last gradient that is read is wasted, and so is all of a module whose inputs have
+    no gradients. Elsewhere gradients of activations are needed, and those of weights, half of the work, are not: these
+    count if no optimizer has the weight at all, and not for a discriminator through which a generator learns.
     """
     last = max((n for n, p in enumerate(one.written) if id(p) in one.read), default=-1)
     unread = {id(p) for p in one.written if id(p) not in one.read}
-    ends = [c for c in one.calls if c.parameters <= unread and not c.parameters & owned and not c.passes_on]
+    ends = [c for c in one.calls if c.parameters <= unread and not c.parameters & owned and not c.has_gradient_input]
     behind = {id(p) for p in one.written[last + 1 :]}
     whole = behind.union(*(c.parameters for c in ends)) & unread
     elements = sum(p.numel() * (1 if id(p) in whole else 0 if id(p) in owned else 0.5) for p in one.written
                    if id(p) in unread)  # fmt: skip
-    thrown = behind & owned
-    begun = [c.place for c in one.calls if c.parameters & thrown]
-    begun = begun or [c.place for c in ends if not c.parameters <= left_out]
-    if not begun:  # weights of the model that no optimizer has: its constructor is the line
+    thrown_away = behind & owned
+    begins = [c.place for c in one.calls if c.parameters & thrown_away]
+    begins = begins or [c.place for c in ends if not c.parameters <= not_owned]
+    if not begins:  # weights of the model that no optimizer has: its constructor is the line
         return elements, []
-    through = [c.place for c in one.calls if thrown and not c.parameters & thrown]
-    return elements, list(dict.fromkeys((*begun, *through, one.place)))
+    through = [c.place for c in one.calls if thrown_away and not c.parameters & thrown_away]
+    return elements, list(dict.fromkeys((*begins, *through, one.place)))

@@ -32,8 +32,8 @@ from ironlaw.observe.trials import ModuleCall, share_saved
 from ironlaw.observe.user_code import (
     clipping_line,
     files_of,
+    find_holder,
     growing_line,
-    holder_of,
     line_calling,
     padding_line,
     user_line,
@@ -152,7 +152,7 @@ class Habits:
         self._work += event == "evaluation_frequent"
         return place
 
-    def _unseen(self) -> AbstractContextManager[None]:
+    def _pause_close_look(self) -> AbstractContextManager[None]:
         """Operations within are not the loop's."""
         return self._close_look.paused() if self._close_look is not None else nullcontext()
 
@@ -201,7 +201,7 @@ class Habits:
         self._work += 1
         self._parts.append(self._parts_now)
         self._parts_now = 0
-        with self._unseen():
+        with self._pause_close_look():
             self._gradients.backward_begins(roots)
             self._look_for_gradients(is_first)
         if self._close_look is not None:
@@ -231,7 +231,7 @@ class Habits:
             self._recording.backward_ended()
 
     def update_begins(self, optimizer: torch.optim.Optimizer, is_observed: bool) -> None:
-        with self._unseen():
+        with self._pause_close_look():
             self._gradients.update_begins(optimizer)
         if not is_observed:
             return
@@ -445,7 +445,7 @@ class Habits:
         size = len(settled) // 4
         middles = [statistics.median(settled[part * size : (part + 1) * size]) for part in range(4)]
         grown, rises = middles[-1] - middles[0], [after - before for before, after in itertools.pairwise(middles)]
-        name, weight = holder_of(len(self._resident), self._graphs) or (None, 0.0)
+        name, weight = find_holder(len(self._resident), self._graphs) or (None, 0.0)
         name = name if weight >= EVEN * grown else None
         doubt = 1 if name else UNNAMED
         is_even = (

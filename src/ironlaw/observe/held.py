@@ -1,4 +1,4 @@
-"""The most bytes of tensors a process holds while something runs, from PyTorch's record of its allocator.
+"""Finds the most bytes of tensors a process holds while something runs, from PyTorch's record of its allocator.
 
 Only this thread's calls are recorded: a tensor that another thread lets go of seems to stay until its address is given
 out again, which the count takes as its end. Gloo's threads do so with the copies that a collective makes for itself,
@@ -18,12 +18,12 @@ from ironlaw.observe.profile import profiled
 
 @dataclass
 class Recorded:
-    """`allocations` in order of time, once the block is through."""
+    """`allocations` are in order of time, and complete when the block has ended."""
 
     allocations: list[Allocation] = field(default_factory=list)
 
     def peak_bytes(self, begin: int = 0, end: int | None = None) -> int:
-        """Highest moment between two times in nanoseconds, above what was held when the recording began."""
+        """Returns the peak between two times in nanoseconds, above what was held when the recording began."""
         live: dict[int, int] = {}
         of_collective: set[int] = set()
         held = most = 0

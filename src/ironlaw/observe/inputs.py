@@ -1,4 +1,4 @@
-"""What goes into an observed module, and what the module is: the facts that a plan and a diagnosis start from."""
+"""Describes the inputs of an observed module: facts that a plan and a diagnosis start from."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 
 
 def padding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
-    """Parts of a batch of token ids, (B, T): the one value that rows end with, or begin with, from its second in a row
-    on; and the columns at that end that hold nothing else."""
+    """Returns the part of a batch of token ids (B, T) that is padding, and the part of columns that hold nothing else.
+
+    Padding is the value that most rows end with, or begin with, from its second in a row on.
+    """
     ids = next((t for t in tensors((args, kwargs)) if t.dim() == 2 and t.dtype in (torch.int32, torch.int64)), None)
     if ids is None or len(ids) < 2 or ids.shape[1] < 8:
         return None
@@ -40,7 +42,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Precision, batch and tokens of one forward pass; `signature`: the inputs as a trace takes them, if it can."""
+    """Returns precision, batch and tokens of a pass; `signature`: the inputs as a trace takes them, if it can."""
     given, device = list(tensors((args, kwargs))), next((p.device.type for p in module.parameters()), "cpu")
     first = next(iter(given), None)
     integers = next((t for t in given if not t.is_floating_point() and t.dim() == 2), None)
@@ -57,7 +59,7 @@ def describe_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Input] | None:
-    """None when something that is no tensor goes in: a trace could not tell what it does."""
+    """Returns None if an input is not a tensor: a trace could not tell what it does."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     except (TypeError, ValueError):

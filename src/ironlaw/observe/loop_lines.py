@@ -1,4 +1,4 @@
-"""The time of each line of the user's code, from the interpreter's trace. A sampler cannot look while a line holds the
+"""Times each line of the user's code by the interpreter's trace. A sampler cannot run while a line holds the
 interpreter's lock, and then finds the next line."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LineTrace:
 
 
 class LoopLines(LineTrace):
-    """The lines of the loop and of its callers, with the moments when they began."""
+    """Records the moments when lines of the loop and of its callers begin."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[float, str]] = []

@@ -1,4 +1,4 @@
-"""From the steps of a run to its measured ledger."""
+"""Makes the measured ledger of a run from its steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, named_as
+from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, merge_unnamed
 from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
@@ -18,7 +18,7 @@ from ironlaw.workload.trace_kernels import storages, tensors
 
 
 def warmup_steps(steps: int) -> int:
-    """Steps that say nothing of the rest: the heap still grows, and every page of it is touched for the first time.
+    """Returns the number of first steps that are slower: the heap grows, and its pages are touched for the first time.
 
     On two CPU cores resident memory settled after 8 or 9 steps; a short run cannot spare as many.
     """
@@ -27,7 +27,7 @@ def warmup_steps(steps: int) -> int:
 
 @dataclass
 class Observations:
-    """Everything a run measured. Steps that were recorded or belong to the warm-up are not in `steps`."""
+    """All measurements of a run. Steps that were recorded or belong to the warm-up are not in `steps`."""
 
     steps: list[StepTimes] = field(default_factory=list)
     probes: list[dict[str, float]] = field(default_factory=list)  # kind of kernel -> time over its best
@@ -42,12 +42,12 @@ class Observations:
     checkpoint_copy_bytes: int = 0  # of the state, in the memory that the steps use
 
     def copies(self) -> dict[str, int]:
-        """Held beside the steps while a checkpoint is written."""
+        """Returns bytes held beside the steps while a checkpoint is written."""
         return {"checkpoint copy": self.checkpoint_copy_bytes} if self.checkpoint_copy_bytes else {}
 
 
 def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:
-    """The middle 80% of the steps by duration: a shared machine stalls now and then, and says nothing by it."""
+    """Returns the middle 80% of the steps by duration: a shared machine stalls now and then."""
     ordered = sorted(steps, key=lambda step: step.wall_seconds)
     cut = len(ordered) // 10
     return ordered[cut : len(ordered) - cut]
@@ -56,25 +56,25 @@ def typical(steps: Sequence[StepTimes]) -> list[StepTimes]:
 def held_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer, average: Sequence[torch.Tensor] = ()
 ) -> dict[str, int]:
-    """Bytes of weights (with buffers), optimizer state and averaged weights, each storage once."""
+    """Returns bytes of weights (with buffers), optimizer state and averaged weights, each storage once."""
     state = () if hasattr(optimizer, "host_bytes") else list(optimizer.state.values())  # on the host: not here
     held = {"weights": tree_bytes([*model.parameters(), *model.buffers()]), "optimizer": tree_bytes(state)}
     return held | {"average": tree_bytes(list(average))} if average else held
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all tensors of a nesting, each storage once; of a distributed tensor, this rank's part."""
+    """Returns bytes of all tensors of a nesting, each storage once; of a distributed tensor, this rank's part."""
     return sum(storage_bytes(tree).values())
 
 
 def storage_bytes(tree: Any) -> dict[int, int]:
-    """As `tree_bytes`, by address."""
+    """Returns bytes by address, as `tree_bytes`."""
     here = map(local_part, tensors(tree))
     return {part.data_ptr(): part.nbytes() for t in here for part in storages(t)}
 
 
 def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Phase], tokens_per_step: int) -> Estimate:
-    """Time per step and by phase, and how much slower than typical the steps were; the time per step."""
+    """Add time per step and by phase, and how much slower than typical the steps were. Returns the time per step."""
     measured, kept = Origin.MEASURED, typical(steps)
     walls = [step.wall_seconds for step in steps]
     value = float(np.mean([step.wall_seconds for step in kept]))
@@ -93,7 +93,7 @@ def add_steps(ledger: Ledger, steps: Sequence[StepTimes], phases: Collection[Pha
 
 
 def measured_mfu(flops: float, step: Estimate, peak: float, basis: str) -> Estimate:
-    """FLOPs of a step over its measured seconds and the peak, FLOP/s."""
+    """Returns FLOPs of a step over its measured seconds and the peak in FLOP/s."""
     low, high = step.low or step.value, step.high or step.value
     return Estimate(flops / step.value / peak, Origin.MEASURED, basis, flops / high / peak, flops / low / peak)
 
@@ -132,8 +132,8 @@ def measured_ledger(
     if resident is not None:
         totals["resident_bytes"] = Estimate(resident, Origin.MEASURED, basis)
     if observed.profile is not None:
-        lines = named_as(observed.profile.lines, planned.lines)
-        ledger.lines = _idle_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
+        lines = merge_unnamed(observed.profile.lines, planned.lines)
+        ledger.lines = _dispatch_by_the_clock(lines, ledger.phase_seconds) if observed.cuda_peak_bytes else lines
         ledger.facts["profiled_step_seconds"] = float(np.mean(observed.profiled_seconds))
     ledger.facts["machine_speed"] = machine_speed(planned, ledger)
     ledger.facts["wall_seconds"] = observed.wall_seconds
@@ -142,29 +142,23 @@ def measured_ledger(
     return ledger
 
 
-def _idle_by_the_clock(lines: list[Line], phase_seconds: Mapping[Phase, float]) -> list[Line]:
+def _dispatch_by_the_clock(lines: list[Line], phase_seconds: Mapping[Phase, float]) -> list[Line]:
     """Kernels take no longer under a profiler, but the host does: dispatch is what they leave of the phases as timed
     without one."""
-    busy = {
-        p: sum(line.seconds or 0.0 for line in lines if line.phase is p and not _waits(line)) for p in phase_seconds
-    }
+    left = dict(phase_seconds)
+    dispatch = [line.kind is Kind.HOST and line.operation == "dispatch" and line.phase in left for line in lines]
+    for line, is_dispatch in zip(lines, dispatch, strict=True):
+        if line.phase in left and not is_dispatch:
+            left[line.phase] -= line.seconds or 0.0
     return [
-        replace(line, seconds=max(0.0, phase_seconds[line.phase] - busy[line.phase]))
-        if _waits(line) and line.phase in busy
-        else line
-        for line in lines
+        replace(line, seconds=max(0.0, left[line.phase])) if is_dispatch else line
+        for line, is_dispatch in zip(lines, dispatch, strict=True)
     ]
 
 
-def _waits(line: Line) -> bool:
-    return line.kind is Kind.HOST and line.operation == "dispatch"
-
-
 def machine_speed(planned: Ledger, run: Ledger) -> float | None:
-    """Planned over found step time, were the machine's slowdown the only difference: below 1 the run had it worse.
-
-    Each kind of kernel counts by its share of the planned step.
-    """
+    """Returns planned over measured step time if the machine's slowdown were the only difference: below 1 the machine
+    was slower during the run. Each kind of kernel counts by its share of the planned step."""
     found = run.facts.get("machine_slowdown")
     if not found or "slowdown" not in planned.facts:
         return None
@@ -179,8 +173,8 @@ def machine_speed(planned: Ledger, run: Ledger) -> float | None:
 def add_memory(
     ledger: Ledger, held: dict[str, int], parts: Mapping[str, int], cuda_peak: int | None, peak: int | None, basis: str
 ) -> None:
-    """Components: what is `held` all the time and `parts` of the peak. The peak is the device's own count, else `peak`
-    with its `basis`."""
+    """Add components, those `held` all the time and `parts` of the peak, and the peak: the device's own count, else
+    `peak` with its `basis`."""
     names = ("weights", "gradients", "optimizer", "activations", "temporaries")
     sizes = {**dict.fromkeys(names), **held, **parts}
     ledger.memory = [MemoryLine(name, size, Origin.MEASURED) for name, size in sizes.items()]

@@ -1,4 +1,4 @@
-"""The highest moment of a recorded step, and what was alive then."""
+"""Finds the peak of a recorded step's memory, and what was alive then."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def find_peak(
 def _categories(
     allocations: Sequence[Allocation], held: KnownStorages, phase_at: Callable[[int], Phase | None]
 ) -> list[str]:
-    """What each allocation turns out to be, known when it is freed."""
+    """Returns the category of each allocation, which is known when it is freed."""
     result = ["temporaries"] * len(allocations)
     live: dict[int, tuple[int, Phase | None]] = {}  # address -> index and phase of its allocation
     for index, allocation in enumerate(allocations):
@@ -111,7 +111,7 @@ def _category(born: Phase | None, died: Phase | None, at_gradient: bool) -> str:
 
 
 def _thin(curve: list[tuple[float, int]], most: int = 300) -> list[tuple[float, int]]:
-    """The highest moment of each of `most` equal stretches, so that the peak stays."""
+    """Returns the highest point of each of `most` equal stretches, so that the peak stays."""
     if len(curve) <= most:
         return curve
     size = -(-len(curve) // most)

@@ -1,4 +1,4 @@
-"""A few recorded steps of any module: lines with the names that a plan by tracing gives, the peak, and a timeline."""
+"""Reads a few recorded steps of any module: lines with the names of a plan by tracing, the peak, and a timeline."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def mark() -> None:
 
 
 def module_paths(model: nn.Module) -> dict[nn.Module, str]:
-    """Every module's path, for `scopes_recorded`."""
+    """Returns every module's path, for `scopes_recorded`."""
     return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
 
 
 def main_lane(spans: Sequence[Span]) -> int | str:
-    """The thread that does most."""
+    """Returns the busiest thread."""
     busy: dict[int | str, int] = defaultdict(int)
     for span in spans:
         busy[span.event.lane] += span.self_ns
@@ -108,10 +108,10 @@ class Stretch(NamedTuple):
 
 
 def _recomputed(spans: Sequence[Span], steps: int) -> float:
-    """Of the outermost modules that run again, with the Python between their calls; of the quickest step."""
+    """Returns seconds of the outermost modules that run again, with the Python between calls, of the quickest step."""
     seconds = [0] * steps
     for span in spans:
-        if span.step >= 0 and span.again and not (span.parent is not None and span.parent.again):
+        if span.step >= 0 and span.is_recomputed and not (span.parent is not None and span.parent.is_recomputed):
             seconds[span.step] += span.event.end - span.event.start
     return min(seconds) / 1e9
 
@@ -141,7 +141,7 @@ def _device_lines(
 
 
 def _rest_is_dispatch(stretches: Sequence[Stretch], sums: StepSums) -> None:
-    """What no call covers within a working phase is Python between calls."""
+    """Count what no call covers within a working phase as dispatch: Python between calls."""
     by_phase: dict[tuple[int, Phase], int] = defaultdict(int)
     for begin, end, step, phase in stretches[1:]:
         if phase in WORKING and phase is not Phase.OPTIMIZER:
@@ -153,7 +153,7 @@ def _rest_is_dispatch(stretches: Sequence[Stretch], sums: StepSums) -> None:
 
 
 def _groups(spans: Sequence[Span]) -> Callable[[int], str]:
-    """Which part of the model runs at a moment: the first two names of the path, layers together."""
+    """Returns a function from a moment to the part of the model that runs: first names of its path, layers together."""
     starts = [span.event.start for span in spans]
     names = [group_of(span.scope) for span in spans]
 

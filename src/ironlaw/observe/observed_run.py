@@ -1,4 +1,4 @@
-"""From an observed loop to a run directory: ledger.json, metrics.jsonl, and operations.json to plan it by."""
+"""Writes the run directory of an observed loop: ledger.json, metrics.jsonl, and operations.json to plan it by."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH_FACTOR = 8  # of the micro-batch: what a larger one would be worth, where 
 
 @dataclass
 class Observed:
-    """Everything a watch knows at the end."""
+    """All that a watch knows at the end."""
 
     steps: list[StepTimes]
     recorded: set[int]  # steps, counted from 1, that were slowed by the profiler

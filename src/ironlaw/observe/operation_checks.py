@@ -179,7 +179,7 @@ def is_causal(mask: Tensor) -> bool:
     return is_square and bool((visible == causal).all() and (hidden != causal).all())
 
 
-def mask_saves(heads: Sequence[Tensor], mask: Tensor, **instead: Any) -> float:
+def share_saved_without(heads: Sequence[Tensor], mask: Tensor, **instead: Any) -> float:
     """Share of the attention's time, forward and backward, that other arguments in place of the mask save.
 
     `heads`: queries, keys and values (B, H, S, D).

@@ -1,4 +1,4 @@
-"""A step cut into phases: at every moment exactly one phase runs, so that no second counts twice and none is lost.
+"""Cuts a step into phases. At every moment exactly one phase runs, so that no second counts twice and none is lost.
 
 Phases begin and end where something of PyTorch is called. What lies between two phases is named by its neighbours
 (from the end of the forward pass to the beginning of the backward pass runs the loss), else by what the thread did:
@@ -116,7 +116,7 @@ class Partition:
         return self._stack[-1] if self._stack else None
 
     def resolve(self, wait: bool) -> None:
-        """Time the steps that the device has done; `wait` for what it still owes."""
+        """Time the steps that the device has finished; with `wait`, wait for all of them."""
         while self._waiting:
             reached = self._waiting[0][-1].end.event
             if reached is not None and wait:

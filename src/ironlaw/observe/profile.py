@@ -1,4 +1,4 @@
-"""A few profiled steps become ledger lines: self time by phase, kind and the plan's own operation names.
+"""Makes ledger lines of a few profiled steps: self time by phase, kind and the plan's own operation names.
 
 Read from raw events, because the profiler's aggregation takes minutes on long traces. While recording, every
 module pushes a named scope; a backward operation is given the scope of the forward operation with the same
@@ -91,7 +91,7 @@ _OWN_WORK: dict[str, dict[Kind | None, str]] = {
 
 @dataclass
 class StepProfile:
-    """What a few recorded steps showed; seconds are per step."""
+    """Lines and peak of a few recorded steps; seconds are per step."""
 
     lines: list[Line] = field(default_factory=list)
     peak_bytes: int | None = None  # allocated above what was there when recording began
@@ -99,13 +99,13 @@ class StepProfile:
 
 
 def scope(name: str, recording: bool = True) -> AbstractContextManager[Any]:
-    """A mark for the trace; costs nothing when nobody records."""
+    """Returns a context that is marked in the trace; it costs nothing without a recording."""
     return record_function(name) if recording else nullcontext()
 
 
 @contextmanager
 def silent_stderr() -> Iterator[None]:
-    """The profiler's library writes lines of its own to the process's stderr when it starts and stops."""
+    """Drop what the profiler's library writes to the process's stderr when it starts and stops."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -119,7 +119,7 @@ def silent_stderr() -> Iterator[None]:
 
 @contextmanager
 def profiled(device: str = "cpu") -> Iterator[profile]:
-    """PyTorch's profiler with every allocation, begun and ended without its words."""
+    """Record with PyTorch's profiler, every allocation too, and drop what it prints."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     recorder = profile(activities=activities, profile_memory=True)
     with silent_stderr():
@@ -132,7 +132,8 @@ def profiled(device: str = "cpu") -> Iterator[profile]:
 
 
 def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, str]:
-    """Module to the plan's operation name, for `scopes_recorded`. Containers have their class's, see `_OWN_WORK`.
+    """Returns the plan's operation name of each module, for `scopes_recorded`. Containers have their class's name, see
+    `_OWN_WORK`.
 
     Compiled blocks have none but those of experts, which run uncompiled: a hook in them would have them compiled again,
     in the recorded steps.
@@ -188,7 +189,7 @@ def read_profile(recorded: Any, steps: int, gradient_pointers: set[int]) -> Step
 
 
 def _place(span: Span, forward_scope: dict[int, str]) -> None:
-    """Scope and phase of a span, by the marks of our own trainer."""
+    """Set scope and phase of a span by the marks of our own trainer."""
     name, sequence = span.name, span.event.sequence
     if name == COMMUNICATION_SCOPE:
         span.phase = None
@@ -200,7 +201,7 @@ def _place(span: Span, forward_scope: dict[int, str]) -> None:
             # A node with a hook of FSDP's has no sequence number; it is the last one of what the mark names.
             around.scope = _LAST_OF_UNIT.get(name.rpartition("(")[2].rstrip(")").rpartition(".")[2], "")
     elif name == RECOMPUTE_SCOPE:
-        span.scope, span.again = "Block", True
+        span.scope, span.is_recomputed = "Block", True
     elif span.scope == FROZEN and span.phase is Phase.FORWARD:
         pass  # one operation, though it may be the trained model's own layers
     elif name.startswith(MODULE_SCOPE):
@@ -253,11 +254,11 @@ def _device_lines(spans: list[Span], events: Sequence[Event], steps: int) -> lis
 
 def _key(span: Span, phase: Phase) -> Key:
     kind, operation = _classify(span)
-    return phase, kind, f"{operation} again" if span.again and kind is not Kind.HOST else operation
+    return phase, kind, f"{operation} again" if span.is_recomputed and kind is not Kind.HOST else operation
 
 
 def _classify(span: Span) -> tuple[Kind, str]:
-    """Kind and operation name of one span, as the plan names them."""
+    """Returns kind and operation name of a span, as the plan names them."""
     operation = (
         span.name.removeprefix("aten::").removeprefix("mkldnn::").removeprefix("quantized::").removeprefix(NATIVE)
     )
@@ -292,7 +293,7 @@ def _classify(span: Span) -> tuple[Kind, str]:
 
 
 def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
-    """What a container computes outside its named children."""
+    """Returns kind and name of what a container computes outside its named children."""
     own = _OWN_WORK[span.scope]
     if span.scope in ("FeedForward", "Experts") and operation.startswith("mul"):
         return kind, "gate_product"
@@ -314,7 +315,7 @@ def _own_work(span: Span, kind: Kind, operation: str) -> tuple[Kind, str]:
 
 
 def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
-    """Work without a kind of its own, by the module it happens in."""
+    """Returns kind and name of other work, by the module it happens in."""
     scope = span.scope
     gradients_meet = _gradients_meet(span, operation)
     if scope in ("embedding", "positions"):
@@ -333,7 +334,7 @@ def _elementwise(span: Span, operation: str) -> tuple[Kind, str]:
 
 
 def _gradients_meet(span: Span, operation: str) -> bool:
-    """Where two gradients of one tensor meet, the engine adds them in the node that delivers the second."""
+    """Whether the engine adds two gradients of one tensor, which it does in the node that delivers the second."""
     return span.phase is Phase.BACKWARD and operation in ("add", "add_")
 
 
@@ -344,7 +345,7 @@ def _is_cast(span: Span, operation: str) -> bool:
 def _peak(
     recorded: Sequence[Allocation], spans: list[Span], gradient_pointers: set[int]
 ) -> tuple[int | None, dict[str, int]]:
-    """Bytes and parts of what was alive at the highest moment of the recorded steps."""
+    """Returns bytes and parts of what was alive at the peak of the recorded steps."""
     copies = [(span.event.start, span.event.end) for span in spans if span.name == COPY_SCOPE]
     allocations = [a for a in recorded if not any(start <= a.moment <= end for start, end in copies)]
     named = {f"{PHASE_SCOPE}{phase}": phase for phase in (Phase.FORWARD, Phase.BACKWARD)}

@@ -1,5 +1,4 @@
-"""What the main thread does while it waits for data or does something of its own: looked at a thousand times a second,
-in recorded steps only."""
+"""Samples the stack of the main thread a thousand times a second in recorded steps: what it waits for or does."""
 
 from __future__ import annotations
 
@@ -25,27 +24,31 @@ from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import line_of, stacks, user_frames, user_line
 from ironlaw.workload.trace_kernels import tensors
 
-EVERY_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
+SAMPLE_SECONDS, SWITCH_SECONDS = 1e-3, 1e-4
 MAX_LINES = 12  # of a phase: more are not kept
-BUSY = 0.1  # of a core: a thread that computes less holds nothing up
+MIN_BUSY = 0.1  # of a core: a thread that computes less holds nothing up
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
             "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
 
 
 class StackSampler:
-    """The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
-    work), "tokenise", or "read". A fraction is of the time in no phase."""
+    """Samples stacks while active.
+
+    The wait for data has a stage: "workers" (a loader's processes), "lock" (for a thread of this process that is at
+    work), "tokenise", or "read". Fractions are of the time in no phase.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self._partition, self._thread_id, self._loop = partition, threading.get_ident(), LoopLines()
         self._stages: Counter[str] = Counter()
         self._places: Counter[str] = Counter()
-        # Interval (whose phase the next one tells, where it is a gap), the user's lines, the loop's, and `doing`.
-        self._looks: list[tuple[Interval, list[str], str, str]] = []
-        self._beside: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
-        self._given: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}  # module -> tensors, weights and versions
-        self._again: Counter[str] = Counter()  # lines where a module was given the same again
+        # Interval (whose phase the next one tells, where it is a gap), the user's lines, the loop's, and `activity_of`.
+        self._samples: list[tuple[Interval, list[str], str, str]] = []
+        self._other_threads: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
+        # Module -> tensors and weights of its last call, with their versions.
+        self._last_inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        self._repeated: Counter[str] = Counter()  # lines where a module was given the same again
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -53,7 +56,7 @@ class StackSampler:
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._began = time.perf_counter(), _computed_seconds()
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._calls)
+        self._handle = nn.modules.module.register_module_forward_pre_hook(self._module_called)
         self._loop.begin()
         self._thread.start()
         return self
@@ -65,49 +68,49 @@ class StackSampler:
         self._thread.join()
         ran, before = time.perf_counter() - self._began[0], self._began[1]
         parts = [((now - before.get(thread, 0.0)) / ran, thread) for thread, now in _computed_seconds().items()]
-        self._busiest = max(((part, thread) for part, thread in parts if thread in self._beside), default=(0.0, 0))
+        self._busiest = max((one for one in parts if one[1] in self._other_threads), default=(0.0, 0))
         sys.setswitchinterval(self._interval)
 
     def _run(self) -> None:
         while not self._ended.is_set():
             with stacks() as frames:
-                self._look(frames)
+                self._sample(frames)
             del frames  # or tensors of a function that returns now are freed late, and by this thread
-            time.sleep(EVERY_SECONDS)
+            time.sleep(SAMPLE_SECONDS)
 
-    def _look(self, frames: dict[int, FrameType]) -> None:
+    def _sample(self, frames: dict[int, FrameType]) -> None:
         running = self._partition.running
         frame = frames.pop(self._thread_id, None)
         frames.pop(threading.get_ident(), None)
         if frame is None or not self._partition.intervals:
             return
         for other, its in frames.items():
-            self._beside[other][user_line(its)] += 1
+            self._other_threads[other][user_line(its)] += 1
         lines = [line_of(its) for its in user_frames(frame)] or ["?"]
         outer = user_line(frame, self._loop.functions)
-        self._looks.append((self._partition.intervals[-1], lines, outer, doing(frame)))
+        self._samples.append((self._partition.intervals[-1], lines, outer, activity_of(frame)))
         if running is Phase.DATA:
-            stage, place = classify(frame, list(frames.values()))
+            stage, place = data_stage_of(frame, list(frames.values()))
             self._stages[stage] += 1
             self._places[place] += 1
 
-    def _calls(self, module: nn.Module, args: Any) -> None:
-        """Beside the observed model: the same tensors and weights as the last time give the same, so that once would
-        do."""
+    def _module_called(self, module: nn.Module, args: Any) -> None:
+        """Count calls of a module beside the observed model with the same tensors and weights as the last time: the
+        result is the same, so that one call would do."""
         if torch.is_grad_enabled() or self._partition.running is not None:
             return
-        given, before = [*tensors(args), *module.parameters()], self._given.get(id(module), [])
+        given, before = [*tensors(args), *module.parameters()], self._last_inputs.get(id(module), [])
         alike = [ref() is t and version == t._version for t, (ref, version) in zip(given, before, strict=False)]
         if len(given) == len(before) and all(alike):
-            self._again[user_line(None, self._loop.functions)] += 1
-        self._given[id(module)] = [(weakref.ref(t), t._version) for t in given]
+            self._repeated[user_line(None, self._loop.functions)] += 1
+        self._last_inputs[id(module)] = [(weakref.ref(t), t._version) for t in given]
 
     def lines(self, steps: Sequence[Sequence[Interval]] = ()) -> dict[str, list[tuple[str, float]]]:
-        """Phase to the user's lines it spent most time in, each with its share of the phase; of the loop's own time, of
-        these steps, the lines of the loop, with what was found most within them."""
+        """Returns the user's lines in which each phase spends most time, with their shares of it. For the loop's own
+        time in these steps they are lines of the loop, with the line that was found most within each."""
         counts: dict[Phase, Counter[str]] = defaultdict(Counter)
         within: dict[str, Counter[str]] = defaultdict(Counter)
-        for interval, (inner, *_), outer, _ in self._looks:
+        for interval, (inner, *_), outer, _ in self._samples:
             phase = interval.phase or Phase.HOST
             counts[phase][outer if phase is Phase.HOST else inner] += 1
             within[outer][inner] += phase is Phase.HOST
@@ -125,13 +128,13 @@ class StackSampler:
         }
 
     def busy_thread(self) -> dict[str, Any] | None:
-        """The line of the thread beside the loop's that computed most, and the part of a core that it had."""
+        """Returns the line of the busiest thread beside the loop's, and the part of a core that it used."""
         part, thread = self._busiest
-        places = [place for place, _ in self._beside[thread].most_common() if place != "?"]
-        return {"place": places[0] if places else None, "part": part} if part >= BUSY else None
+        places = [place for place, _ in self._other_threads[thread].most_common() if place != "?"]
+        return {"place": places[0] if places else None, "part": part} if part >= MIN_BUSY else None
 
     def fraction(self, wanted: str) -> float | None:
-        gaps = [what for interval, _, _, what in self._looks if interval.phase in (None, Phase.HOST)]
+        gaps = [what for interval, _, _, what in self._samples if interval.phase in (None, Phase.HOST)]
         return gaps.count(wanted) / len(gaps) if gaps else None
 
     def facts(self, steps: Sequence[Sequence[Interval]]) -> dict[str, Any]:
@@ -139,7 +142,7 @@ class StackSampler:
         return {
             "data_stage": _most(self._stages), "data_place": _most(self._places),
             "logging_fraction": self.fraction("logs"), "module_fraction": module,
-            "module_again": {"place": _most(self._again), "part": module or 0.0} if self._again else None,
+            "module_again": {"place": _most(self._repeated), "part": module or 0.0} if self._repeated else None,
             "busy_thread": self.busy_thread(), "lines": self.lines(steps),
         }  # fmt: skip
 
@@ -149,7 +152,7 @@ def _most(counts: Counter[str]) -> str | None:
 
 
 def _computed_seconds() -> dict[int, float]:
-    """Processor time of every thread of Python's, where the system tells (Linux)."""
+    """Returns processor time of every Python thread, if the system reports it (Linux)."""
     found = {}
     for thread in threading.enumerate():
         with suppress(OSError, ValueError):  # one that has ended since
@@ -158,15 +161,15 @@ def _computed_seconds() -> dict[int, float]:
     return found
 
 
-def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, str]:
-    """By the names on the stack; the place is the user's line.
+def data_stage_of(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple[str, str]:
+    """Returns the stage of a wait for data, by the names on the stack, and the user's line.
 
     `others`: the stacks of the other threads. Where the loop waits for one that is at work in Python, the two take
     turns under the interpreter's lock, and that thread's line is the place.
     """
     stage, place = "read", user_line(frame)
-    if frame is not None and _waits(frame):
-        busy = [other for other in others if not _waits(other)]
+    if frame is not None and _is_waiting(frame):
+        busy = [other for other in others if not _is_waiting(other)]
         if busy:
             return "lock", user_line(busy[0])
     while frame is not None:
@@ -181,10 +184,10 @@ def classify(frame: FrameType | None, others: Sequence[FrameType] = ()) -> tuple
     return stage, place
 
 
-def doing(frame: FrameType | None) -> str:
-    """By what is anywhere on the stack: "logs", "module" (it computes), or nothing that is known."""
+def activity_of(frame: FrameType | None) -> str:
+    """Returns "logs" or "module" (it computes) if either is anywhere on the stack, else nothing."""
     while frame is not None:
-        if _is_loggers(frame.f_code.co_filename):
+        if _is_of_logger(frame.f_code.co_filename):
             return "logs"
         if frame.f_code is nn.Module._call_impl.__code__:
             return "module"
@@ -193,10 +196,10 @@ def doing(frame: FrameType | None) -> str:
 
 
 @cache  # a look must end before it has to let go of the interpreter's lock: see `_run`
-def _is_loggers(file: str) -> bool:
+def _is_of_logger(file: str) -> bool:
     return any(name in Path(file).parts for name in _LOGGERS)
 
 
-def _waits(frame: FrameType) -> bool:
-    """For another thread, at a lock, a queue or an event; the wait for a worker process looks through a pipe."""
+def _is_waiting(frame: FrameType) -> bool:
+    """Whether it waits for another thread, at a lock, a queue or an event; a wait for worker processes is at a pipe."""
     return frame.f_code.co_filename in (threading.__file__, queue.__file__)

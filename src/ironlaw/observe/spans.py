@@ -1,4 +1,4 @@
-"""Events nested into each other: whose time is whose, in which module, and what kind of work.
+"""Nests events into each other: their own time, their module, and their kind of work.
 
 An operation's own kernel is the outermost call below it that is not composed of others (PyTorch says which are); what
 that calls belongs to it. A backward operation has the module of the forward operation with the same sequence number.
@@ -48,7 +48,7 @@ class Span:
     self_ns: int = 0
     scope: str = ""  # path of the module, ending in "!" when it has no children
     attention: bool = False  # inside scaled_dot_product_attention
-    again: bool = False  # a forward pass within the backward pass: recomputation
+    is_recomputed: bool = False  # a forward pass within the backward pass: recomputation
     backward: bool = False  # inside a node of the autograd engine
     outer: str = ""  # the optimizer, data loader or profiler step around it
     kernel: Event | None = None  # the operation that this is part of
@@ -113,7 +113,7 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
         if parent is not None:
             parent.self_ns -= span.self_ns
             span.scope, span.attention, span.backward = parent.scope, parent.attention, parent.backward
-            span.outer, span.kernel, span.again = parent.outer, parent.kernel, parent.again
+            span.outer, span.kernel, span.is_recomputed = parent.outer, parent.kernel, parent.is_recomputed
             span.phase = parent.phase
         place(span, forward)
         stack.append(span)
@@ -122,7 +122,7 @@ def nest(events: Sequence[Event], place: Place | None = None, by_thread: bool = 
 
 
 def innermost(spans: Sequence[Span]) -> Callable[[float], Span | None]:
-    """Of a moment: the last of these spans of one thread, in order, that lies around it."""
+    """Returns a function from a moment to the innermost of these spans, of one thread and in order, around it."""
     starts = [span.event.start for span in spans]
 
     def at(moment: float) -> Span | None:
@@ -139,7 +139,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
     event, name = span.event, span.event.name
     if name.startswith(MODULE_SCOPE):
         span.scope, span.attention = name.removeprefix(MODULE_SCOPE), False
-        span.again = span.backward
+        span.is_recomputed = span.backward
     elif name.startswith(BACKWARD_NODE):
         span.backward = True
         span.scope, span.attention = forward.get(event.sequence, ("", False))
@@ -159,7 +159,7 @@ def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:
             span.kernel = event
     elif span.kernel is None and name.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         span.kernel = event
-    if (span.again or not span.backward) and event.sequence >= 0 and name.startswith("aten::"):
+    if (span.is_recomputed or not span.backward) and event.sequence >= 0 and name.startswith("aten::"):
         forward[event.sequence] = (span.scope, span.attention)
 
 
@@ -186,7 +186,7 @@ def composed(operation: str) -> bool:
 
 
 def kind_of(operation: str) -> Kind:
-    """Kind of work of an ATen operation, a collective or a device kernel that was launched outside of any."""
+    """Returns the kind of work of an ATen operation, a collective or a device kernel launched outside of any."""
     if operation.startswith(("nccl:", "gloo:", "c10d::", "mpi:")):
         return Kind.COLLECTIVE
     bare = operation.removeprefix("aten::")
@@ -200,11 +200,11 @@ def kind_of(operation: str) -> Kind:
 
 
 def operation_name(span: Span) -> str:
-    return _name(span) + (RECOMPUTED if span.again else "")
+    return _name(span) + (RECOMPUTED if span.is_recomputed else "")
 
 
 def _name(span: Span) -> str:
-    """As a plan by tracing names it: the module's path, then the function unless that is all the module does."""
+    """Returns the name in a plan by tracing: the module's path, and the function unless it is all the module does."""
     assert span.kernel is not None
     name = "fused" if span.kernel.name.startswith(FUSED) else span.kernel.name.removeprefix("aten::")
     path, leaf = span.scope.removesuffix(LEAF), span.scope.endswith(LEAF)
@@ -225,18 +225,18 @@ def group_of(scope: str) -> str:
 
 
 def span_key(span: Span, phase: Phase) -> Key:
-    """Where the span's own time counts."""
+    """Returns the key under which the span's own time counts."""
     if phase is Phase.OPTIMIZER:  # the plan prices the update with its calls
         # PyTorch marks it so, as in Optimizer.step#SGD.step.
         _, stepped, whose = span.outer.partition("Optimizer.step#")
         return phase, Kind.OPTIMIZER, whose.partition(".")[0].lower() if stepped else "clip"
     if span.kernel is None:  # Python, module calls, the autograd engine, composed operations, views
-        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.again else "")
+        return phase, Kind.HOST, "dispatch" + (RECOMPUTED if span.is_recomputed else "")
     return phase, kind_of(span.kernel.name), operation_name(span)
 
 
 class StepSums:
-    """Nanoseconds and calls by key, of some recorded steps."""
+    """Sums nanoseconds and calls of recorded steps by key."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -248,7 +248,7 @@ class StepSums:
         self.counts[key] += count
 
     def lines(self) -> list[Line]:
-        """Per key the quickest of the steps: stalls, and the pages that the profiler's own events cost, only add.
+        """Returns per key the quickest step: stalls, and pages that the profiler's own events cost, only add.
 
         Whoever compares them with phases timed without a profiler scales them to those.
         """
@@ -272,12 +272,12 @@ _DEVICE_KINDS = (
 
 
 def device_kind(kernel: str) -> Kind:
-    """Kind of work of a kernel, by its name."""
+    """Returns the kind of work of a kernel, by its name."""
     return next((kind for kind, pattern in _DEVICE_KINDS if pattern.search(kernel)), Kind.ELEMENTWISE)
 
 
 def device_key(event: Event, launcher: Span | None, phase: Phase) -> Key:
-    """Where a kernel or copy of a device counts: by the operation that launched it, else by its name."""
+    """Returns the key of a kernel or copy of a device: by the operation that launched it, else by its name."""
     kind, name = device_kind(event.name), _short(event.name)
     if launcher is not None and launcher.kernel is not None:
         kind, name = kind_of(launcher.kernel.name), operation_name(launcher)

@@ -1,4 +1,4 @@
-"""One step as a person can read it: a lane of phases, a lane of operations per thread or stream, neighbours merged."""
+"""Makes a readable timeline of one step: a lane of phases, and one of merged operations per thread or stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def phase_segment(phase: Phase, start: int, end: int) -> Segment:
 def operation_segments(
     spans: Sequence[Span], events: Sequence[Event], main: int | str, begin: int, end: int
 ) -> list[Segment]:
-    """What threads and streams run within a step; `main`: the thread of the loop."""
+    """Returns what threads and streams run within a step; `main`: the thread of the loop."""
     segments = []
     for span in spans:
         if span.kernel is span.event and begin <= span.event.start < end:
@@ -49,7 +49,7 @@ def operation_segments(
 
 
 def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any]:
-    """The document that `ledger.facts["timeline"]` holds: seconds from the beginning of the step."""
+    """Returns the document of `ledger.facts["timeline"]`, in seconds from the beginning of the step."""
     whole = end - begin
     inside = sorted((s for s in segments if s.end > begin and s.start < end), key=lambda s: (s.lane, s.start))
     shortest = MIN_SHARE * whole
@@ -65,7 +65,7 @@ def timeline(segments: Iterable[Segment], begin: int, end: int) -> dict[str, Any
 
 
 def _merge(segments: list[Segment], shortest: float) -> list[Segment]:
-    """Neighbours of one label become one; a sliver joins what is before it, unless a gap lies between."""
+    """Merge neighbours of one label, and slivers with what is before them unless a gap lies between."""
     result: list[Segment] = []
     for segment in segments:
         last = result[-1] if result and result[-1].lane == segment.lane else None

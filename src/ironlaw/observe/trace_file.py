@@ -1,4 +1,4 @@
-"""A trace file of the PyTorch profiler (chrome format, plain or gzipped), read piece by piece: they reach gigabytes."""
+"""Reads trace files of the PyTorch profiler (chrome format, plain or gzipped) piece by piece: they reach gigabytes."""
 
 from __future__ import annotations
 
@@ -32,22 +32,17 @@ class TraceFile:
 
     events: list[Event]
     header: dict[str, Any] = field(default_factory=dict)
-    unread: int = 0  # events of kinds that say nothing here
 
 
 def read_trace(path: Path) -> TraceFile:
-    """Raises UserError when it is no trace of the profiler."""
+    """Raises UserError if it is not a trace of the profiler."""
     result = TraceFile([])
     try:
         with open_file(path) as raw_file:
             stream: Any = gzip.GzipFile(fileobj=raw_file) if path.suffix == ".gz" else raw_file
             file = io.TextIOWrapper(stream, encoding="utf-8", errors="replace")
-            for raw in _raw_events(file, result.header):
-                event = _event(raw)
-                if event is None:
-                    result.unread += 1
-                else:
-                    result.events.append(event)
+            read = map(_event, _raw_events(file, result.header))
+            result.events = [event for event in read if event is not None]
     except UserError:
         raise
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
@@ -66,7 +61,7 @@ def read_trace(path: Path) -> TraceFile:
 
 
 def _raw_events(file: IO[str], header: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The objects of `traceEvents` (or of a bare list) one by one; never the whole text at once."""
+    """Yields the objects of `traceEvents` (or of a bare list), without the whole text in memory."""
     decoder, buffer = json.JSONDecoder(), file.read(_CHUNK)
     begin = _list_begin(buffer)
     while begin is None:
@@ -105,7 +100,7 @@ def _list_begin(text: str) -> int | None:
 
 
 def _read_header(text: str, header: dict[str, Any]) -> None:
-    """What stands before the events: `{"schemaVersion": 1, "deviceProperties": [...], ... "traceEvents": [`."""
+    """Read what stands before the events: `{"schemaVersion": 1, "deviceProperties": [...], ... "traceEvents": [`."""
     complete = re.sub(r',?\s*"traceEvents"\s*:\s*\[$', "}", text)
     try:
         found = json.loads(complete)

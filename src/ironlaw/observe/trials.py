@@ -1,4 +1,4 @@
-"""Small experiments after the loop has ended, where no curve tells what a change would be worth: some 0.2 s in all."""
+"""Small experiments after the loop has ended, if no curve says what a change is worth; some 0.2 s in all."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ModuleCall:
         return both_ways
 
 
-def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> list[list[float]]:
-    """Seconds of each way, tried one after the other, for so many turns or as many as there is time for."""
+def time_in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> list[list[float]]:
+    """Returns seconds of each way, tried one after the other, for so many turns or as many as there is time for."""
     seconds: list[list[float]] = [[] for _ in works]
     until = time.perf_counter() + MAX_SECONDS
     while len(seconds[0]) < turns and (len(seconds[0]) < MIN_TURNS or time.perf_counter() < until):
@@ -90,13 +90,13 @@ def in_turn(works: Sequence[Callable[[], Any]], turns: int = REPEATS + 1) -> lis
 
 
 def median_seconds(works: Sequence[Callable[[], Any]]) -> list[float]:
-    """As `in_turn`, the median of all turns but the first."""
-    return [statistics.median(seconds[1:]) for seconds in in_turn(works)]
+    """Returns the median of all turns but the first of `time_in_turn`, for each way."""
+    return [statistics.median(seconds[1:]) for seconds in time_in_turn(works)]
 
 
 def share_saved(now: Callable[[], Any], then: Callable[[], Any], turns: int = TURNS) -> float:
-    """Share of the time that the second way saves."""
-    shares = [1 - other / one for one, other in zip(*in_turn((now, then), turns), strict=True)]
+    """Returns the share of the time that the second way saves."""
+    shares = [1 - other / one for one, other in zip(*time_in_turn((now, then), turns), strict=True)]
     return max(0.0, statistics.median(shares))
 
 
@@ -104,10 +104,10 @@ def _rows_and_type(rows: int | None, precision: str | None) -> tuple[int, torch.
     return min(max(rows or 0, MIN_ROWS), MAX_ROWS), _DTYPES.get(precision or "", torch.float32)
 
 
-def threads_unlike_cores(
+def thread_gain(
     module: nn.Module, threads: int, cores: int, rows: int | None, precision: str | None
 ) -> dict[str, float] | None:
-    """Kind of work -> share of its time that as many threads as cores save; None where there are as many.
+    """Returns, by kind of work, the share of its time that as many threads as cores save; None if there are as many.
 
     Tried on the module's most frequent linear layer, and on a tensor of its output's size, both ways in turn.
     """
@@ -158,9 +158,8 @@ def score_products(document: dict[str, Any]) -> list[list[int]]:
 
 
 def attention_seconds(products: list[list[int]], precision: str | None) -> dict[str, float] | None:
-    """What each kernel takes for these scores (batch of heads, tokens, head size, whether causal), forward and
-    backward, in turn; None without any. As in the loop: all forward passes, each with tensors of its own, then all
-    backward ones.
+    """Returns the seconds of each kernel for these scores (batch of heads, tokens, head size, whether causal), forward
+    and backward; None without any. As in the loop all forward passes run first, each with tensors of its own.
     """
     if not products:
         return None
@@ -193,9 +192,9 @@ def fused_calls(document: dict[str, Any]) -> list[list[int]]:
     return found
 
 
-def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
-    """Seconds of an update now and with `fused=True`, both in turn on tensors of the parameters' sizes; None where it
-    is fused, cannot be, or has more than `most` elements to try it with."""
+def time_fused_update(optimizers: Sequence[torch.optim.Optimizer], most: int = 2**26) -> dict[str, Any] | None:
+    """Returns seconds of an update now and with `fused=True`, on tensors of the parameters' sizes; None if it is fused,
+    cannot be, or has more than `most` elements."""
     now = then = 0.0
     for optimizer in optimizers:
         groups = [g for g in optimizer.param_groups if not g.get("fused")]
@@ -218,7 +217,7 @@ def fused_update_saves(optimizers: Sequence[torch.optim.Optimizer], most: int = 
 
 
 def misaligned_weights(module: nn.Module, rows: int | None, precision: str | None) -> list[dict[str, Any]]:
-    """Linear layers with an odd size: what their product takes, and what the next aligned size takes."""
+    """Returns linear layers with an odd size: seconds of their products, and of those with the next aligned size."""
     found: dict[tuple[int, int], dict[str, Any]] = {}
     rows, dtype = _rows_and_type(rows, precision)
     for name, child in module.named_modules():
@@ -237,13 +236,13 @@ def misaligned_weights(module: nn.Module, rows: int | None, precision: str | Non
 
 
 def odd_sizes(rows: int | None, head_size: int | None) -> dict[str, int]:
-    """Sizes of products that are no weight's, as far as 8 does not divide them: elements of 16 bits in 16 bytes."""
+    """Returns sizes of products other than weights' that 8 does not divide: elements of 16 bits in 16 bytes."""
     sizes = {"tokens of a micro-batch": rows, "size of a head": head_size}
     return {name: size for name, size in sizes.items() if size and size % 8}
 
 
 def head_size(module: nn.Module) -> int | None:
-    """By the name that PyTorch's and transformers' attention modules give it."""
+    """Returns the attribute that PyTorch's and transformers' attention modules call `head_dim`."""
     sizes = (getattr(child, "head_dim", None) for child in module.modules())
     return next((size for size in sizes if isinstance(size, int)), None)
 

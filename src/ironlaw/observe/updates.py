@@ -1,4 +1,4 @@
-"""What the optimizers of a loop do with which tensors, for the plan beside it."""
+"""Describes what the optimizers of a loop do with which tensors, for the plan beside it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ironlaw.workload.updates import EQUIVALENTS, Update
 
 
 def updates_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Update]:
-    """One per group of parameters that are trained; call it after a step, when the states are there."""
+    """Returns one entry per group of trained parameters; call it after a step, when the states exist."""
     found = [_update(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     return [update for update in found if update is not None]
 

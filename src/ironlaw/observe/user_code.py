@@ -1,4 +1,4 @@
-"""Lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
+"""Finds lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ LIBRARIES = tuple(
     {str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), *map(str, (
         sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))}
 )  # fmt: skip
-_GROW = ("append", "extend", "add", "appendleft", "insert")
-_FILLING = ("pad", "longest", "max_len", "maxlen")
+_GROWING_CALLS = ("append", "extend", "add", "appendleft", "insert")
+_PADDING_WORDS = ("pad", "longest", "max_len", "maxlen")
 MAX_NODES = 2000
 
 
@@ -54,9 +54,9 @@ def user_line(frame: FrameType | None = None, of: Collection[CodeType] = ()) -> 
 
 @contextmanager
 def stacks() -> Iterator[dict[int, FrameType]]:
-    """The innermost frame of each thread, by its number; other threads' are only to be read in this context. CPython
-    3.11 may collect garbage within `f_back`, and what is called then lets another thread run, whose frame ends while
-    it is looked at: a segmentation fault."""
+    """Gives the innermost frame of each thread, by its number. Read frames of other threads only within this context:
+    CPython 3.11 may collect garbage within `f_back`, which may let another thread run, and reading a frame that ends
+    meanwhile is a segmentation fault."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -67,7 +67,7 @@ def stacks() -> Iterator[dict[int, FrameType]]:
 
 
 def files_of(module: nn.Module) -> list[str]:
-    """Files of the loop that is running, of the script and of the module."""
+    """Returns the user's files: of the loop that is running, of the script and of the module."""
     files = [frame.f_code.co_filename for frame in user_frames()]
     files.append(getattr(sys.modules.get("__main__"), "__file__", None) or "")
     for child in module.modules():
@@ -136,7 +136,7 @@ def padding_line(files: Sequence[str]) -> str | None:
             case _:
                 return False
         is_class = name is None or not (name.islower() or name.isupper())
-        return not is_class and any(word in str(name).lower() for word in _FILLING)
+        return not is_class and any(word in str(name).lower() for word in _PADDING_WORDS)
 
     def repeats(node: ast.AST) -> bool:
         match node:
@@ -154,7 +154,7 @@ def growing_line(name: str, files: Sequence[str]) -> str | None:
     def grows(node: ast.AST) -> bool:
         match node:
             case ast.Call(func=ast.Attribute(attr=attr, value=into)):
-                return attr in _GROW and name in _names(into)
+                return attr in _GROWING_CALLS and name in _names(into)
             case ast.AugAssign(target=target):
                 return name in _names(target)
             case ast.Assign(targets=targets, value=value):
@@ -168,24 +168,28 @@ def growing_line(name: str, files: Sequence[str]) -> str | None:
 
 
 def _names(node: ast.AST) -> tuple[str | None, ...]:
-    """Of `losses` that, of `history["loss"]` both."""
+    """Returns `losses` of `losses`, and both names of `history["loss"]`."""
     if isinstance(node, ast.Subscript):
         return _last_name(node.slice), *_names(node.value)
     return (_last_name(node),)
 
 
-def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, float] | None:
-    """The name under which the user's code holds something of every step, a container of tensors or of arrays, or a
-    value whose graph reaches back through them; and the bytes of it, infinite where graphs are held. `graphs`: of each
-    step, the place of its forward pass in the order in which autograd's nodes were made."""
-    least = max(2, steps // 2)
-    containers = [c for c in gc.get_objects() if type(c) in (list, dict, set, tuple) and _is_full(c, least)]
-    held = {id(c): _weight(c, graphs) for c in containers}
+def find_holder(steps: int, graphs: Sequence[int] = ()) -> tuple[str, float] | None:
+    """Returns the name under which the user's code holds something of every step, and its bytes.
+
+    That is a container of tensors or of arrays, or a value whose graph reaches back through the steps; where graphs are
+    held the bytes are infinite. `graphs`: of each step, the place of its forward pass in the order in which autograd's
+    nodes were made.
+    """
+    minimum = max(2, steps // 2)
+    containers = [c for c in gc.get_objects() if type(c) in (list, dict, set, tuple) and _is_full(c, minimum)]
+    held = {id(c): _held_bytes(c, graphs) for c in containers}
+    before = graphs[-minimum] if len(graphs) >= minimum else None
     found: list[tuple[float, str]] = []
     for name, value in _named_values():
         if id(value) in held:
             found.append((held[id(value)], name))
-        elif isinstance(value, Tensor) and value.grad_fn is not None and _reaches(value, graphs[-least : 1 - least]):
+        elif before is not None and isinstance(value, Tensor) and _has_nodes_before(value, before):
             found.append((float("inf"), name))
     for container in containers if not found else ():
         names = (k for r in gc.get_referrers(container) if type(r) is dict for k, v in r.items() if v is container)
@@ -195,50 +199,50 @@ def holder_of(steps: int, graphs: Sequence[int] = ()) -> tuple[str, float] | Non
 
 
 def _named_values() -> Iterator[tuple[str, Any]]:
+    """Yields variables of the functions that run, and attributes of those that are objects of the user's classes."""
     for frame in user_frames():
         for name, value in {**frame.f_globals, **frame.f_locals}.items():
             yield name, value
-            if is_users(getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<") and not isinstance(
-                value, nn.Module | ModuleType | type
-            ):
+            file = getattr(sys.modules.get(type(value).__module__), "__file__", None) or "<"
+            if is_users(file) and not isinstance(value, nn.Module | ModuleType | type):
                 yield from getattr(value, "__dict__", {}).items()
 
 
-def _is_full(container: Any, least: int) -> bool:
-    if len(container) < least or (type(container) is dict and "__builtins__" in container):  # a module's names
+def _values(container: Any) -> list[Any]:
+    return list(container.values() if type(container) is dict else container)
+
+
+def _is_full(container: Any, minimum: int) -> bool:
+    """Whether it has so many entries, and tensors or arrays in the last ones."""
+    if len(container) < minimum or (type(container) is dict and "__builtins__" in container):  # a module's names
         return False
-    values = list(container.values() if type(container) is dict else container)[-3:]
-    return all(_bytes(value) for value in values)
+    return all(_bytes(value) for value in _values(container)[-3:])
 
 
 def _bytes(value: Any, depth: int = 2) -> int:
-    """Of the tensors, arrays and strings in a value."""
+    """Of the tensors and arrays in a value."""
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         return value.numel() * value.element_size() + (value.grad_fn is not None)
-    if isinstance(value, list | tuple) and depth:
-        return sum(_bytes(v, depth - 1) for v in value)
-    if isinstance(value, dict) and depth:
-        return sum(_bytes(v, depth - 1) for v in value.values())
+    if isinstance(value, list | tuple | dict) and depth:
+        return sum(_bytes(v, depth - 1) for v in (value.values() if isinstance(value, dict) else value))
     return int(getattr(value, "nbytes", 0)) if type(value).__module__ == "numpy" else 0
 
 
-def _weight(container: Any, graphs: Sequence[int]) -> float:
+def _held_bytes(container: Any, graphs: Sequence[int]) -> float:
     """A graph that is kept weighs more than the tensor it hangs on; those of the last step alone are not kept."""
-    values = list(container.values() if type(container) is dict else container)
+    values = _values(container)
     nodes = [v.grad_fn._sequence_nr() for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
     if nodes and (len(graphs) < 2 or min(nodes) < graphs[-2]):
         return float("inf")
     return sum(_bytes(v) for v in values[-3:]) * len(values) / 3
 
 
-def _reaches(value: Tensor, graphs: Sequence[int]) -> bool:
-    """Whether its graph goes back to nodes that were made before those of these steps."""
+def _has_nodes_before(value: Tensor, number: int) -> bool:
+    """Whether its graph goes back to nodes that were made before the one with this number."""
     node: Any = value.grad_fn
-    for _ in range(MAX_NODES if graphs else 0):
-        if node._sequence_nr() < graphs[0]:
-            return True
+    for _ in range(MAX_NODES):
+        if node is None or node._sequence_nr() < number:
+            break
         before = [n for n, _ in node.next_functions if n is not None and n._sequence_nr() < node._sequence_nr()]
-        if not before:
-            return False
-        node = min(before, key=lambda n: n._sequence_nr())
-    return False
+        node = min(before, key=lambda n: n._sequence_nr(), default=None)
+    return node is not None and node._sequence_nr() < number

@@ -47,11 +47,11 @@ from ironlaw.observe.observed_run import Observed, write_observed
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import (
-    fused_update_saves,
     head_size,
     misaligned_weights,
     odd_sizes,
-    threads_unlike_cores,
+    thread_gain,
+    time_fused_update,
 )
 from ironlaw.observe.updates import updates_of
 from ironlaw.package import __version__
@@ -257,13 +257,13 @@ class Watch:
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
-            "thread_gain": threads_unlike_cores(inner, threads, cores, rows, precision) if on_cpu else None,
+            "thread_gain": thread_gain(inner, threads, cores, rows, precision) if on_cpu else None,
             "autocast": None, "precision": None,
             "model": {"name": self.name, "parameters": sum(p.numel() for p in self.model.parameters())},
             **self._recording.facts(),
             **self._habits.facts([t.wall_seconds for t in done]),
             "updates": [asdict(update) for update in updates_of(self.optimizers)],
-            "fused_update": fused_update_saves(self.optimizers) if on_cpu else None,
+            "fused_update": time_fused_update(self.optimizers) if on_cpu else None,
             "misaligned": misaligned_weights(inner, rows, precision),
             "odd_sizes": odd_sizes(rows, head_size(inner)),
         }  # fmt: skip

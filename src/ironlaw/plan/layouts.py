@@ -51,12 +51,12 @@ class LayoutChoice(Generic[Plan]):
         """One line that explains the choice."""
         best = self.best
         seconds, held = units.seconds(best.step_seconds), units.bytes_(best.peak_bytes)
-        said = f"{best.layout}: {seconds} per step planned, {held} per rank"
+        words = f"{best.layout}: {seconds} per step planned, {held} per rank"
         if len(self.plans) < 2:
-            return said
+            return words
         other = next((p for p in self.plans[1:] if kinds(p.layout) != kinds(best.layout)), self.plans[1])
         following = f"next of another kind {other.layout}: {units.seconds(other.step_seconds)}"
-        return f"{said}; best of {len(self.plans)} layouts that fit; {following}"
+        return f"{words}; best of {len(self.plans)} layouts that fit; {following}"
 
 
 def kinds(layout: Layout) -> tuple[bool, ...]:

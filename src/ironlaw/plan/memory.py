@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -29,7 +29,15 @@ from ironlaw.workload.optimizers import update_temporary_bytes
 from ironlaw.workload.program import EMBEDDING, HEAD, Layer, Program, step
 from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.schedule import passes_of_rank
-from ironlaw.workload.sharding import EXPERTS, bucket_bytes, expert_dp, of_experts, of_site, parameter_groups, shard_of
+from ironlaw.workload.sharding import (
+    EXPERTS,
+    bucket_bytes,
+    expert_dp,
+    of_experts,
+    parameter_groups,
+    shard_of,
+    site_layout,
+)
 
 
 def peak_memory(program: Program, position: int = 0) -> Peak:
@@ -64,32 +72,48 @@ class _Unit:
     whole: float  # gradients of all parameters
 
 
+@dataclass
+class _Stage:
+    """One of the rank's pipeline stages, and what it holds at the moment."""
+
+    index: int
+    parameters: list[Parameter]
+    layers: list[Layer]
+    units: dict[str, _Unit]
+    gathered: frozenset[str] = frozenset()  # units whose whole weights exist
+    reduced: set[str] = field(default_factory=set)  # units whose reduced gradients exist
+    ahead: dict[str, float] = field(default_factory=dict)  # bytes of prefetch buffers in the backward pass
+    has_gradients: bool = False
+    waiting: float = 0.0  # bytes kept for a split backward pass's weight gradients
+
+    @property
+    def gradient_bytes(self) -> float:
+        return float(sum(p.elements for p in self.parameters) * FP32)
+
+    @property
+    def blocks(self) -> list[Layer]:
+        return [layer for layer in self.layers if layer.name not in (EMBEDDING, HEAD)]
+
+    def parts(self, *layers: str) -> Iterator[str]:
+        """Yields the units of layers; experts follow the rest of their block."""
+        return (part for layer in layers for part in (layer, layer + EXPERTS) if part in self.units)
+
+
 class _Rank:
     def __init__(self, program: Program, position: int) -> None:
         self.program, self.recipe, self.position = program, program.recipe, position
         self.micro_batches = program.micro_batches
-        self.layout = layout = of_site(program.layout, program.recipe.communication)
-        self.stages, self.last = program.stages_at(position), program.last_stage
-        self.parameters = {s: list(program.stages[s].parameters) for s in self.stages}
-        self.layers = {s: self._resident(program.stages[s].layers) for s in self.stages}
+        self.layout = layout = site_layout(program.layout, program.recipe.communication)
+        self.last = program.last_stage
         listed = program.sent is None  # else gathered weights and buckets are among the program's tensors
         self.fsdp = listed and sharded(layout)
         self.ddp = listed and not self.fsdp and layout.dp * layout.cp > 1
         self.expert_dp = expert_dp(layout.dp, layout.cp, layout.ep) if layout.zero else 1
-        chunked = bool(self.recipe.loss_chunk)
         self.stream = float(program.message_bytes) if layout.pp > 1 else 0.0  # bytes of one message between stages
         self.alike: dict[Hashable, _Unit] = {}
-        self.units = {
-            s: {
-                name: self._unit(tensors)
-                for name, tensors in parameter_groups(program.model, self.parameters[s], layout.ep, chunked).items()
-            }
-            for s in self.stages
-        }
+        self.stages = {index: self._stage(index) for index in program.stages_at(position)}
+        self.first = next(iter(self.stages.values()))
         self.walk = Walk()
-        self.gathered = dict.fromkeys(self.stages, frozenset[str]())
-        self.reduced: set[tuple[int, str]] = set()
-        self.has_gradients: set[int] = set()
         self.waiting_buffer = 0.0  # bytes of the last reduction's buffer
         self.last_gather = 0.0  # bytes of the last forward gather's buffer
         # PyTorch's schedules with several chunks or a split backward pass wait for their sends only at the end.
@@ -98,44 +122,42 @@ class _Rank:
         steady = layout.pp == 1 or (layout.schedule == "1f1b" and not self.sends_late)
         self.walked = min(self.micro_batches, layout.pp - position + 2) if steady else self.micro_batches
         self.after: dict[Hashable, frozenset[str]] = {}  # units that a pass leaves gathered
-        self.waiting: dict[int, float] = {}  # by stage: bytes kept for a split backward pass's weight gradients
-        self.ahead: dict[tuple[int, str], float] = {}  # bytes of prefetch buffers in the backward pass
         self.inputs_only: dict[int, tuple[Operation, ...]] = {}
         self.passes = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
-    def sharing(self, parameter: Parameter) -> int:
-        """Returns the number of ranks that FSDP shards a tensor over."""
-        return self.expert_dp if self.layout.ep > 1 and of_experts(parameter) else self.layout.sharing
+    def _stage(self, index: int) -> _Stage:
+        stage, model = self.program.stages[index], self.program.model
+        parameters = list(stage.parameters)
+        groups = parameter_groups(model, parameters, self.layout.ep, bool(self.recipe.loss_chunk))
+        units = {name: self._unit(tensors) for name, tensors in groups.items()}
+        return _Stage(index, parameters, self._resident(stage.layers), units)
 
     def _unit(self, tensors: list[Parameter]) -> _Unit:
         """Returns the sizes of a unit; units with equal tensors share one result."""
         key = tuple((p.shape, p.width, p.trained) for p in tensors)
         if key not in self.alike:
-            shares = self.sharing(tensors[0])
-            parts = [(p, shard_of(p, self.program.model, self.layout.ep, shares).bytes * shares) for p in tensors]
+            ranks = self.expert_dp if self.layout.ep > 1 and of_experts(tensors[0]) else self.layout.sharing
+            parts = [(p, shard_of(p, self.program.model, self.layout.ep, ranks).bytes * ranks) for p in tensors]
             self.alike[key] = _Unit(
-                shares, sum(size for _, size in parts), sum(p.elements for p in tensors if p.trained) * FP32,
+                ranks, sum(size for _, size in parts), sum(p.elements for p in tensors if p.trained) * FP32,
                 sum(size for p, size in parts if p.trained), sum(p.elements for p in tensors) * FP32,
             )  # fmt: skip
         return self.alike[key]
-
-    def whole(self, stage: int) -> float:
-        return float(sum(p.elements for p in self.parameters[stage]) * FP32)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     def peak(self) -> Peak:
         walk, recipe = self.walk, self.recipe
-        mine = [p for stage in self.stages for p in self.program.stages[stage].shards]
+        mine = [p for index in self.stages for p in self.program.stages[index].shards]
         for tensor in self.program.tensors[self.position]:
             walk.now[tensor.component] = tensor.bytes
-        first = (op for layer in self.layers.get(0, ()) for op in layer.forward)
+        first = (op for layer in self.first.layers for op in layer.forward) if 0 in self.stages else ()
         if walk.now["gradients"] + sum(op.gradient_bytes for op in first) > 0:
-            self.has_gradients.add(0)  # a user's training loop may keep gradients from step to step
+            self.first.has_gradients = 0 in self.stages  # a user's training loop may keep gradients from step to step
         if self.ddp:
-            walk.now["gradients"] = self.whole(self.stages[0])
+            walk.now["gradients"] = self.first.gradient_bytes
         self._communication_state(mine)
         walk.look("start")
         if self.layout.pp > 1:
@@ -144,17 +166,19 @@ class _Rank:
             for m in range(self.walked):
                 last = m == self.walked - 1
                 if last and self.program.remainder:
-                    self.layers[0] = self._resident(self.program.remainder)
-                self._forward(0)
-                self._backward(0, last=last)
+                    self.first.layers = self._resident(self.program.remainder)
+                self._forward(self.first)
+                self._backward(self.first, last=last)
         self._finish()
-        update = max((op.temporary_bytes for s in self.stages for op in self.program.stages[s].update), default=0)
+        update = max(
+            (op.temporary_bytes for index in self.stages for op in self.program.stages[index].update), default=0
+        )
         if mine and not recipe.offloads_optimizer:
             update = update_temporary_bytes(mine, recipe.optimizer, cuda=recipe.cuda)
         walk.add("temporaries", update, f"update, {Phase.OPTIMIZER}")
         if recipe.communication.local_steps:
             walk.now["temporaries"] -= update
-            walk.now["gradients"] = self.whole(self.stages[0]) if self.ddp else 0.0
+            walk.now["gradients"] = self.first.gradient_bytes if self.ddp else 0.0
             self._meeting(mine)
         return walk.peak
 
@@ -167,34 +191,33 @@ class _Rank:
         return on_device(layers, stream_bytes(self.program))
 
     def _communication_state(self, mine: list[Parameter]) -> None:
-        """Add the common weights and momentum of local updates, or PowerSGD's error and matrices."""
+        """Adds the common weights and momentum of local updates, or PowerSGD's error and matrices."""
         communication, walk = self.recipe.communication, self.walk
         if communication.local_steps:
             walk.now["communication"] = 2 * sum(p.elements for p in mine) * FP32
         if self.ddp and communication.gradients == "powersgd":
-            matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.parameters[0])
-            walk.now["communication"] = self.whole(0) + matrices * FP32
+            matrices = sum(matrix_elements(p.shape, communication.rank) for p in self.first.parameters)
+            walk.now["communication"] = self.first.gradient_bytes + matrices * FP32
 
     def _meeting(self, mine: list[Parameter]) -> None:
-        """Walk the sites' synchronisation: differences to common weights, reduced in chunks; the outer gradient."""
+        """Walks the sites' synchronisation: differences to common weights, reduced in chunks; the outer gradient."""
         narrow = 0.5 if self.recipe.communication.gradients == "bf16" else 1.0
-        sizes, held = [p.elements * FP32 for p in mine], 0.0
+        sizes = [p.elements * FP32 for p in mine]
         while sizes:
             chunk = 0.0
             while sizes and chunk < MEETING_ELEMENTS * FP32:
                 chunk += sizes.pop(0)
             self.walk.passing("communication", 2 * chunk + (chunk * narrow if narrow < 1 else 0), "sites meet")
-            held += chunk
             self.walk.add("communication", 2 * chunk, "sites meet")
             self.walk.now["communication"] -= chunk
 
     def _buckets(self, ready: float, reduced: int) -> int:
-        """Add the copies made by DDP's hook for the buckets that are full when `ready` bytes of gradients exist.
+        """Adds the copies made by DDP's hook for the buckets that are full when `ready` bytes of gradients exist.
         Returns the number of buckets reduced so far."""
         communication = self.recipe.communication
         # bf16: a cast copy. PowerSGD: a copy of the gradient, and its approximation error.
         copies = {"bf16": 0.5, "powersgd": 2.0}.get(communication.gradients, 0.0)
-        buckets = bucket_bytes(self.parameters[0])
+        buckets = bucket_bytes(self.first.parameters)
         while reduced < len(buckets) and sum(buckets[: reduced + 1]) <= ready:
             self.walk.passing("communication", copies * buckets[reduced], f"bucket {reduced} reduced")
             reduced += 1
@@ -202,56 +225,55 @@ class _Rank:
 
     def _pipelined(self) -> None:
         layout = self.layout
-        for stage in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
+        for index in self.stages:  # a buffer for each micro-batch's input, and for the gradient of its output
             # Also for a neighbour on the same rank: its tensors replace the buffers.
-            others = [s for s in (stage - 1, stage + 1) if 0 <= s <= self.last]
+            others = [s for s in (index - 1, index + 1) if 0 <= s <= self.last]
             self.walk.now["messages"] += len(others) * self.micro_batches * self.stream
         self.walk.look("messages")
         buffers = self.walk.now["messages"]
         for p in passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.walked, self.position):
-            self._pass("B" if p.stage == 0 and p.kind == "W" else p.kind, p.stage)
+            self._pass("B" if p.stage == 0 and p.kind == "W" else p.kind, self.stages[p.stage])
         self.walk.now["messages"] = buffers
-        for stage in self.stages if self.fsdp else ():
-            self._reduce_all(stage)
+        for stage in self.stages.values() if self.fsdp else ():  # after the last pass
+            for name in reversed(stage.units):
+                self._release(stage, name)
+                self._reduce(stage, name)
+            self._free_buffer()
 
-    def _pass(self, kind: str, stage: int) -> None:
-        """Walk one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
-        if kind == "I" and stage == 0:
+    def _pass(self, kind: str, stage: _Stage) -> None:
+        """Walks one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
+        if kind == "I" and stage.index == 0:
             return  # tokens have no gradient to send: PyTorch leaves all work to the weight pass
-        key = kind, stage, self.gathered[stage], stage in self.has_gradients
-        self.walk.repeat(key, self.passes[kind], stage)
-        self.gathered[stage] = self.after.setdefault(key, self.gathered[stage])  # as after the first such pass
-        if kind in "BW":
-            self.has_gradients.add(stage)
+        key = kind, stage.index, stage.gathered, stage.has_gradients
+        self.walk.repeat(key, lambda: self.passes[kind](stage))
+        stage.gathered = self.after.setdefault(key, stage.gathered)  # as after the first such pass
+        stage.has_gradients |= kind in "BW"
 
-    def _blocks(self, stage: int) -> list[Layer]:
-        return [layer for layer in self.layers[stage] if layer.name not in (EMBEDDING, HEAD)]
-
-    def _forward(self, stage: int) -> None:
+    def _forward(self, stage: _Stage) -> None:
         walk = self.walk
         self._gather(stage, "root")
-        for layer in self.layers[stage]:
+        for layer in stage.layers:
             self._gather(stage, layer.name)
             walk.run(layer.forward)
             if self.layout.zero == 3:
-                self._release(stage, *self._parts(stage, layer.name))
+                self._release(stage, *stage.parts(layer.name))
         # Autocast caches its casts of weights until the pass is over; without recomputation, autograd keeps them.
-        walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in self.layers[stage])
+        walk.now["activations"] -= sum(layer.cast_weight_bytes for layer in stage.layers)
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
 
-    def _backward(self, stage: int, last: bool = False) -> None:
+    def _backward(self, stage: _Stage, last: bool = False) -> None:
         walk, piped = self.walk, self.layout.pp > 1
-        adding = stage in self.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
+        adding = stage.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
         # DDP copies gradients into its buckets in the last micro-batch; until then they are separate tensors.
         keeps = not (adding or (self.ddp and self.micro_batches == 1))
-        order = self.layers[stage][::-1]
-        if stage != self.last:
+        order = stage.layers[::-1]
+        if stage.index != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
         ready, reduced = 0.0, 0
         for index, layer in enumerate(order):
             backward = layer.backward
-            if layer.name == HEAD and HEAD in self.units[stage]:  # the root unit computes the loss: it comes first
+            if layer.name == HEAD and HEAD in stage.units:  # the root unit computes the loss: it comes first
                 self._regather(stage, "root", [HEAD])
                 walk.run([op for op in backward if op.kind is Kind.LOSS], keeps)
                 backward = tuple(op for op in backward if op.kind is not Kind.LOSS)
@@ -259,31 +281,30 @@ class _Rank:
             walk.run(layer.recomputed, keeps)
             walk.run(backward, keeps)
             if self.ddp and last:
-                ready += self.units[stage][layer.name].whole if layer.name in self.units[stage] else 0.0
-                reduced = self._buckets(ready if index + 1 < len(order) else self.whole(stage), reduced)
+                ready += stage.units[layer.name].whole if layer.name in stage.units else 0.0
+                reduced = self._buckets(ready if index + 1 < len(order) else stage.gradient_bytes, reduced)
             if layer.name != EMBEDDING:
                 self._after_backward(stage, layer.name, last)
-        if stage != 0:
+        if stage.index != 0:
             walk.now["temporaries"] -= self.stream
             walk.now["activations"] += self.stream  # the input is a message buffer, which is not freed
-            self._sent(stage, stage - 1)
-        if stage != self.last:
+            self._sent(stage.index - 1)
+        if stage.index != self.last:
             walk.now["activations"] -= self.stream  # the output
-            self._sent(stage, stage + 1)
-        self.has_gradients.add(stage)
+            self._sent(stage.index + 1)
+        stage.has_gradients = True
         if self.fsdp and not piped:
             self._after_backward(stage, "root", last)
             self._after_backward(stage, EMBEDDING, last)  # tokens have no gradient whose hook would trigger this
             if last:  # otherwise the buffer of the last reduction stays until the next reduction
-                walk.now["reducing"] -= self.waiting_buffer
-                self.waiting_buffer = 0.0
+                self._free_buffer()
 
-    def _sent(self, stage: int, to: int) -> None:
+    def _sent(self, to: int) -> None:
         if self.sends_late and to not in self.stages:
             self.walk.add("messages", self.stream, "messages")
 
-    def _inputs(self, stage: int) -> None:
-        """Walk a backward pass of input gradients only: saved tensors stay, as do gradients of wide layers' outputs."""
+    def _inputs(self, stage: _Stage) -> None:
+        """Walks a backward pass of input gradients only: saved tensors and gradients of wide outputs stay."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
         before = walk.now["activations"]
@@ -292,20 +313,20 @@ class _Rank:
         wide = shape.tokens * (model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)) * FP32
         ends = shape.tokens * model.vocab * FP32 + self.stream
         start = walk.now["temporaries"]
-        if stage != self.last:
+        if stage.index != self.last:
             walk.add("temporaries", self.stream, "gradient of the output")
-        for layer in reversed(self._blocks(stage)):
+        for layer in reversed(stage.blocks):
             self._gather(stage, layer.name)
-        output = [layer for layer in self.layers[stage] if layer.name == HEAD]
-        for layer in [*output, *self._blocks(stage)]:
+        output = [layer for layer in stage.layers if layer.name == HEAD]
+        for layer in [*output, *stage.blocks]:
             walk.add("activations", ends if layer.name == HEAD else wide, "gradients of inputs")
             walk.run(self._of_inputs(layer))
         walk.now["temporaries"] = start
-        self.waiting[stage] = walk.now["activations"] - before + saved
-        if stage != 0:
-            self._sent(stage, stage - 1)
-        if stage != self.last:
-            self._sent(stage, stage + 1)
+        stage.waiting = walk.now["activations"] - before + saved
+        if stage.index != 0:
+            self._sent(stage.index - 1)
+        if stage.index != self.last:
+            self._sent(stage.index + 1)
 
     def _of_inputs(self, layer: Layer) -> tuple[Operation, ...]:
         found = self.inputs_only.get(id(layer.backward))
@@ -315,28 +336,24 @@ class _Rank:
             self.inputs_only[id(layer.backward)] = found
         return found
 
-    def _weights(self, stage: int) -> None:
-        """Walk a backward pass of weight gradients: the tensors kept for it are freed."""
-        if stage not in self.has_gradients:
-            self.walk.add("gradients", self.whole(stage), "gradients of weights")
-        self.walk.now["activations"] -= self.waiting[stage]
+    def _weights(self, stage: _Stage) -> None:
+        """Walks a backward pass of weight gradients: the tensors kept for it are freed."""
+        if not stage.has_gradients:
+            self.walk.add("gradients", stage.gradient_bytes, "gradients of weights")
+        self.walk.now["activations"] -= stage.waiting
 
-    def _saved(self, stage: int) -> float:
+    def _saved(self, stage: _Stage) -> float:
         """Returns the bytes that a forward pass leaves saved, without an input that is a message buffer."""
-        return sum(op.saved_bytes - op.frees_saved_bytes for layer in self.layers[stage] for op in layer.forward)
+        return sum(op.saved_bytes - op.frees_saved_bytes for layer in stage.layers for op in layer.forward)
 
     # -- FSDP --------------------------------------------------------------------------------------------------
 
-    def _parts(self, stage: int, *layers: str) -> Iterator[str]:
-        """Yields the units of layers; experts follow the rest of their block."""
-        return (part for layer in layers for part in (layer, layer + EXPERTS) if part in self.units[stage])
-
-    def _gather(self, stage: int, layer: str) -> None:
-        for name in reversed([*self._parts(stage, layer)]) if self.fsdp else ():
-            unit = self.units[stage][name]
-            if name in self.gathered[stage]:
+    def _gather(self, stage: _Stage, layer: str) -> None:
+        for name in reversed([*stage.parts(layer)]) if self.fsdp else ():
+            unit = stage.units[name]
+            if name in stage.gathered:
                 continue
-            self.gathered[stage] |= {name}
+            stage.gathered |= {name}
             if unit.sharing > 1:
                 self.walk.add("gathered", unit.gathered, f"gathering {name}")
                 self._copied(unit.gathered, f"gathering {name}", unit)
@@ -344,71 +361,68 @@ class _Rank:
                 self.last_gather = unit.gathered
             self.walk.add("gathered", unit.gathered, f"weights of {name}")
 
-    def _release(self, stage: int, *units: str) -> None:
-        for name in self.gathered[stage].intersection(units):
-            self.walk.now["gathered"] -= self.units[stage][name].gathered
-        self.gathered[stage] -= set(units)
+    def _release(self, stage: _Stage, *units: str) -> None:
+        for name in stage.gathered.intersection(units):
+            self.walk.now["gathered"] -= stage.units[name].gathered
+        stage.gathered -= set(units)
 
-    def _regather(self, stage: int, layer: str, following: list[str]) -> None:
+    def _regather(self, stage: _Stage, layer: str, following: list[str]) -> None:
         """In the backward pass, copy the layer's weights out of the prefetched buffer and prefetch the next layer's."""
         if not self.fsdp or self.layout.zero != 3:
             return
         walk = self.walk
-        for name in self._parts(stage, layer, *following):
-            unit = self.units[stage][name]
-            if name in self.gathered[stage]:
+        for name in stage.parts(layer, *following):
+            unit = stage.units[name]
+            if name in stage.gathered:
                 continue
-            if (stage, name) not in self.ahead:
-                self.ahead[stage, name] = unit.gathered
+            if name not in stage.ahead:
+                stage.ahead[name] = unit.gathered
                 walk.add("gathered", unit.gathered, f"gathering {name}")
                 self._copied(unit.gathered, f"gathering {name}", unit)
             if name.removesuffix(EXPERTS) == layer:
                 walk.add("gathered", unit.gathered, f"weights of {name}")
-                walk.now["gathered"] -= self.ahead.pop((stage, name))
-                self.gathered[stage] |= {name}
+                walk.now["gathered"] -= stage.ahead.pop(name)
+                stage.gathered |= {name}
 
-    def _after_backward(self, stage: int, layer: str, last: bool) -> None:
+    def _after_backward(self, stage: _Stage, layer: str, last: bool) -> None:
         if not self.fsdp or self.layout.pp > 1:
             return
-        for name in reversed([*self._parts(stage, layer)]):
+        for name in reversed([*stage.parts(layer)]):
             if last or self.layout.zero == 3:
                 self._release(stage, name)
             if last or self.layout.zero >= 2:
                 self._reduce(stage, name)
 
-    def _reduce(self, stage: int, name: str) -> None:
-        walk, unit = self.walk, self.units[stage][name]
+    def _reduce(self, stage: _Stage, name: str) -> None:
+        walk, unit = self.walk, stage.units[name]
         if not unit.reduced:
             return
         sent = unit.reduced * (0.5 if self.recipe.communication.gradients == "bf16" else 1.0)
-        walk.now["reducing"] -= self.waiting_buffer
+        self._free_buffer()
         walk.add("reducing", sent, f"gradients of {name} copied")
         self.waiting_buffer = sent
         walk.now["gradients"] -= unit.gradients
         walk.add("gradients", unit.reduced / unit.sharing, f"reducing {name}")
         self._copied(sent, f"reducing {name}", unit)
-        if (stage, name) in self.reduced:
+        if name in stage.reduced:
             walk.now["gradients"] -= unit.reduced / unit.sharing
-        self.reduced.add((stage, name))
+        stage.reduced.add(name)
 
     def _copied(self, size: float, where: str, unit: _Unit) -> None:
-        """Add Gloo's own copy of the buffer that it gathers or reduce-scatters."""
+        """Adds Gloo's own copy of the buffer that it gathers or reduce-scatters."""
         if unit.sharing > 1 and self.recipe.gloo:
             self.walk.passing("temporaries", size, where)
 
-    def _reduce_all(self, stage: int) -> None:
-        """Reduce the gradients of a pipeline stage after its last pass."""
-        for name in reversed(self.units[stage]):
-            self._release(stage, name)
-            self._reduce(stage, name)
+    def _free_buffer(self) -> None:
+        """Frees the buffer of the last reduction."""
         self.walk.now["reducing"] -= self.waiting_buffer
         self.waiting_buffer = 0.0
 
     def _finish(self) -> None:
-        """Add the exchange of a tied weight's gradient between the ends of a pipeline."""
+        """Adds the exchange of a tied weight's gradient between the ends of a pipeline."""
         tied = self.program.model is not None and self.program.model.tied
         if self.layout.pp > 1 and tied and self.recipe.adapters is None and {0, self.last} & set(self.stages):
-            table = next(p for s in self.stages for p in self.parameters[s] if p.name in (EMBEDDING, HEAD))
+            table = next(p for s in self.stages.values() for p in s.parameters if p.name in (EMBEDDING, HEAD))
             size = math.ceil(table.shape[0] / self.layout.sharing) * table.shape[1] * FP32
             self.walk.passing("temporaries", size, "gradient of the tied weight")
 

@@ -86,7 +86,7 @@ class Walk:
             self.look(where)
 
     def passing(self, component: str, size: float, where: str) -> None:
-        """Add `size` bytes that are freed right away: only the peak can change."""
+        """Adds `size` bytes that are freed right away: only the peak can change."""
         self.add(component, size, where)
         self.now[component] -= size
 
@@ -103,13 +103,13 @@ class Walk:
             self.known[key] = MemoryDelta.of(operations, keeps_gradients)
         self._take(self.known[key])
 
-    def repeat(self, key: Hashable, walked: Callable[[int], None], stage: int) -> None:
-        """Call `walked(stage)` the first time; for a known key, apply the effect recorded then."""
+    def repeat(self, key: Hashable, walk: Callable[[], None]) -> None:
+        """Calls `walk` the first time; for a known key, applies the effect recorded then."""
         if key in self.known:
             return self._take(self.known[key])
         before, highest = dict(self.now), self.peak
         self.peak = Peak("", {"": -math.inf})
-        walked(stage)
+        walk()
         left = {name: size - before[name] for name, size in self.now.items() if size != before[name]}
         here = {name: size - before.get(name, 0) for name, size in self.peak.components.items()}
         self.known[key] = MemoryDelta(left, Peak(self.peak.where, here))

@@ -2,7 +2,7 @@
 
     ledger = plan_module(build, [parse_input("tokens=8x2048:int64")], "8xh200")
 
-Several accelerators hold replicas, which may share weights, gradients and state by ZeRO. Assumed unless said: one
+Several accelerators hold replicas, which may share weights, gradients and state by ZeRO. Assumed unless given: one
 micro-batch per step, AdamW on every trained parameter, gradients in the parameters' own type. The module decides the
 rest: what it recomputes and which types it uses. torch is imported only when a module is traced.
 """
@@ -303,7 +303,7 @@ def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line
     }
     if layout.zero < 2:
         passes[Phase.BACKWARD] /= program.micro_batches
-    shares = [_beside(cost, layout) for cost in sent]
+    shares = [_hiding_phases(cost, layout) for cost in sent]
     hidden = dict.fromkeys(passes, 0.0)
     for phase, window in passes.items():
         demand = sum(share[phase] * cost.seconds for cost, share in zip(sent, shares, strict=True) if phase in share)
@@ -316,7 +316,7 @@ def _communication(program: Program, target: PlannedTarget, lines: Sequence[Line
     ]
 
 
-def _beside(cost: CollectiveCost, layout: Layout) -> dict[Phase, float]:
+def _hiding_phases(cost: CollectiveCost, layout: Layout) -> dict[Phase, float]:
     """Returns the phases that may hide a collective, each with its share of the collective's time."""
     if cost.dimension == "world":
         return {}
@@ -372,7 +372,7 @@ def accelerator_target(cluster: Cluster, precision: str) -> PlannedTarget:
             ACCELERATOR_FACTORS,
             f"eager kernels by the constants of {found.generation}; interval assumed",
             ACCELERATOR_MEMORY_INTERVAL,
-            held=(1.0, 1.0, 1.2),
+            allocation=(1.0, 1.0, 1.2),
         ),
         precision=wanted,
         precision_reason=reason,

@@ -30,7 +30,7 @@ from ironlaw.schema import refuse
 from ironlaw.workload.blocks import FP32, Policy, Precision, Shape
 from ironlaw.workload.division import local_shape
 from ironlaw.workload.kinds import forward_of, layer_groups
-from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, undivided
+from ironlaw.workload.layout import SPLIT_BACKWARD, Layout, reason_indivisible
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import ELEMENTWISE, MATRIX_OPTIMIZERS, PAGED, QUANTIZED
 from ironlaw.workload.program import micro_batch_shape
@@ -154,7 +154,7 @@ def not_trained_here(
         sharing = expert_dp(layout.dp, layout.cp, layout.ep)
         if layout.ep > 1 and layout.zero and model.hidden % sharing:
             return f"Ironlaw's own trainer shards experts by hidden = {model.hidden}, not divisible by {sharing} ranks"
-    if reason := undivided(model, layout.tp, layout.cp, layout.ep):
+    if reason := reason_indivisible(model, layout.tp, layout.cp, layout.ep):
         return reason
     if model.key_value_heads % layout.tp:
         return f"Ironlaw's own trainer does not copy {model.key_value_heads} key/value heads over tp = {layout.tp}"

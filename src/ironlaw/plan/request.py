@@ -24,7 +24,7 @@ from ironlaw.plan.request_types import (
     Options,
     PlanOutcome,
     RequestedModel,
-    assume_unsaid,
+    assume_missing,
     settle,
 )
 from ironlaw.plan.step import plan_run
@@ -36,15 +36,15 @@ def plan_request(
     on: str,
     overrides: Sequence[str] = (),
     options: Options | None = None,
-    say: Callable[[float, str], None] = lambda share, what: None,
+    report: Callable[[float, str], None] = lambda share, what: None,
 ) -> PlanOutcome:
     """Returns the plan. Raises UserError for requests that cannot be planned.
 
-    `say` is told how far a search for hardware is, 0 to 1, and what is tried.
+    `report` receives how far a search for hardware is, 0 to 1, and what is tried.
     """
     options = options or Options()
     if isinstance(what, RunConfig):
-        return _planned(RequestedModel(what.model, what), on, options, say)
+        return _planned(RequestedModel(what.model, what), on, options, report)
     if re.fullmatch(r"[\w.]+:\w+", what):
         from ironlaw.plan.requests.replicas import plan_traced
 
@@ -61,18 +61,18 @@ def plan_request(
         from ironlaw.plan.requests.replicas import plan_by_tracing
 
         return plan_by_tracing(Path(what), refusal, on, options)
-    return _planned(requested, on, options, say)
+    return _planned(requested, on, options, report)
 
 
-def _planned(requested: RequestedModel, on: str, options: Options, say: Callable[[float, str], None]) -> PlanOutcome:
+def _planned(requested: RequestedModel, on: str, options: Options, report: Callable[[float, str], None]) -> PlanOutcome:
     if on == "this":
         return _on_this(requested, options)
-    options.refuse_beside(DECODER, CLUSTER)
+    options.check_subjects(DECODER, CLUSTER)
     from ironlaw.plan.requests.cheapest import leaves_hardware_open, plan_within_limits
     from ironlaw.plan.requests.cluster import plan_on_cluster
 
     if leaves_hardware_open(on, options):
-        return plan_within_limits(requested, on, options, say)
+        return plan_within_limits(requested, on, options, report)
     return plan_on_cluster(requested, on, options)
 
 
@@ -118,7 +118,7 @@ THIS_SEQUENCE, THIS_BATCH, THIS_STEPS = 1024, 8, 1000
 
 
 def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
-    options.refuse_beside(DECODER, *([RANKS] if options.ranks else []))
+    options.check_subjects(DECODER, *([RANKS] if options.ranks else []))
     if options.precision not in (None, "fp32", "bf16"):
         raise UserError(f"--precision {options.precision}: this machine is measured in fp32 and bf16")
     config, assumed = requested.config, []
@@ -126,7 +126,7 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
         sequence = min(requested.model.context, THIS_SEQUENCE)
         train = TrainConfig(sequence=sequence, global_batch=THIS_BATCH, steps=THIS_STEPS)
         config = RunConfig(model=requested.model, train=train)
-        assumed = assume_unsaid(
+        assumed = assume_missing(
             "a first try on one machine",
             ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),
             ("global batch", options.global_batch, f"{THIS_BATCH} sequences", "--global-batch"),

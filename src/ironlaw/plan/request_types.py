@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ironlaw import units
-from ironlaw.catalog.accelerators import taken_for
+from ironlaw.catalog.accelerators import alias_of
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
@@ -29,10 +29,9 @@ RANKS = "processes of this machine, --ranks 2 without --on"
 TRACED, SERVED = "a traced module, PACKAGE.MODULE:FUNCTION", 'serving, --serve "input=1024 output=256 rate=10/s"'
 ANY = "any"  # stands for hardware that a request leaves open, within limits
 REPLICATED = "a traced module on accelerators, --on 8xh100-sxm-80gb"
-BY_TRACING = "a decoder that is planned by tracing"
 
 SUBJECTS = {
-    "tokens": (DECODER,), **dict.fromkeys(("seq", "global_batch"), (DECODER, BY_TRACING)),
+    **dict.fromkeys(("tokens", "seq", "global_batch"), (DECODER,)),
     **dict.fromkeys(("steps", "precision", "optimizer"), (DECODER, TRACED)),
     **dict.fromkeys(("network", "per_node"), (CLUSTER, REPLICATED)),
     **dict.fromkeys(("engine", "emit"), (CLUSTER, SERVED)),
@@ -58,13 +57,13 @@ class Assumption:
 
 def assume_accelerator(name: str) -> list[Assumption]:
     """Returns which of several forms is planned where `name` does not tell them apart; nothing where it does."""
-    taken, why = taken_for(name) or (name, "")
+    taken, why = alias_of(name) or (name, "")
     return [Assumption("accelerator", taken, f"'{name}': {why}", "--on")] if why else []
 
 
-def assume_unsaid(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
+def assume_missing(reason: str, *wanted: tuple[str, object, str, str]) -> list[Assumption]:
     """Returns assumptions for those of (name, given value, default, option that sets it) that were not given."""
-    return [Assumption(name, value, reason, flag) for name, said, value, flag in wanted if said is None]
+    return [Assumption(name, value, reason, flag) for name, given, value, flag in wanted if given is None]
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class Limits:
             raise UserError(f"--within {error}") from None
 
     @property
-    def usual_place(self) -> str:
+    def default_target(self) -> str:
         """What is planned for where no hardware is named."""
         return ANY if self else "this"
 
@@ -129,7 +128,7 @@ class Options:
     kv: str | None = None
     runnable: Callable[[RunConfig, Layout], bool] | None = None  # whether the trainer runs a layout
 
-    def refuse_beside(self, *subjects: str) -> None:
+    def check_subjects(self, *subjects: str) -> None:
         """Raises UserError for an option that applies to none of `subjects`."""
         prices = {"price_per_hour": self.prices.usd_per_hour, "grid": self.prices.grid, "pue": self.prices.pue}
         limits = {"within": self.limits.seconds, "max_rent": self.limits.rent_usd}
@@ -150,7 +149,7 @@ class PlanOutcome:
         """Returns the plan of one process or of identical replicas."""
         return cls(ledger, fits(ledger), {"assumed": [one.to_json() for one in assumed]})
 
-    def held_to(self, limits: Limits) -> PlanOutcome:
+    def check_limits(self, limits: Limits) -> PlanOutcome:
         """Returns the plan with limits beside what is planned: one that fails is a no, as memory is. Raises UserError
         for a limit on a rent that is not known."""
         totals, found = self.ledger.totals, dict[str, Any]()

@@ -7,7 +7,7 @@ A pipeline is simulated pass by pass: when each rank computes, and when it waits
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ironlaw.ledger import UNNAMED, Kind, Line, Phase, merged
@@ -97,7 +97,7 @@ def _dispatch(phase: Phase, lines: list[Line], machine: Machine) -> Line:
     return Line(phase, Kind.HOST, "dispatch", count=calls, seconds=seconds, bound="overhead")
 
 
-class PlayedPipeline:
+class SimulatedPipeline:
     """A simulated pipeline step. Per rank, in seconds: time computing (`busy`), end of the last pass (`ends`), and time
     waiting for messages until then (`waited`).
 
@@ -125,10 +125,10 @@ class PlayedPipeline:
         self.position, self.now = [0] * len(orders), 0.0
         self.remaining: dict[int, float] = {}  # seconds left of the running passes, by rank
         self.ends, self.busy = [0.0] * len(orders), [0.0] * len(orders)
-        self._play()
+        self._simulate()
         self.waited = [end - work for end, work in zip(self.ends, self.busy, strict=True)]
 
-    def _play(self) -> None:
+    def _simulate(self) -> None:
         while True:
             waiting = self._start()
             if not self.remaining and not waiting:
@@ -147,7 +147,7 @@ class PlayedPipeline:
         assert done, "a pipeline that never ends"
 
     def _start(self) -> list[float]:
-        """Start passes of free ranks whose inputs have arrived. Returns the known arrival times of other inputs."""
+        """Starts passes of free ranks whose inputs have arrived. Returns the known arrival times of other inputs."""
         waiting = []
         for rank, order in enumerate(self.orders):
             if rank in self.remaining or self.position[rank] >= len(order):
@@ -198,22 +198,12 @@ Costs = list[list[CollectiveCost]]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of one stage on one rank: for the passes of a micro-batch, and once per step."""
+    """Seconds of one stage on one rank."""
 
-    forward_seconds: float
-    input_seconds: float  # gradients of inputs, which the previous stage waits for
-    weight_seconds: float  # gradients of weights, which no other stage waits for
-    update_seconds: float
-    accumulate_seconds: float  # gradients added to those of earlier micro-batches
+    passes: dict[str, float]  # of a micro-batch by kind (`Pass.kind`); "W": gradients that no other stage waits for
+    once_seconds: float  # per step: the update, and gradients added to those of earlier micro-batches
+    accumulate_seconds: float  # the latter alone
     lines: list[Line]  # for a step
-
-    @property
-    def backward_seconds(self) -> float:
-        return self.input_seconds + self.weight_seconds
-
-    @property
-    def once_seconds(self) -> float:
-        return self.update_seconds + self.accumulate_seconds
 
 
 def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> StageCosts:
@@ -224,42 +214,40 @@ def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> Stage
         kind = "F" if op.phase is Phase.FORWARD else "W" if weights else "I"
         seconds[kind] += machine.time(op).seconds * count
         calls[kind] += count
-    seconds["F"] += machine.dispatch_seconds(Phase.FORWARD, calls["F"], seconds["F"])
-    seconds["I"] += machine.dispatch_seconds(Phase.BACKWARD, calls["I"] + calls["W"], seconds["I"])
+    wrapping = _wrapping(program, stage, machine)
     lines = fold(program.operations(stage), machine, program.recipe.compiled)
-    wrapped: dict[Phase, float] = {}
-    for phase, took in _wrapping(program, stage, machine):
-        wrapped[phase] = wrapped.get(phase, 0.0) + took
-        seconds["F" if phase is Phase.FORWARD else "I"] += took
-    # Booked as dispatch: a run cannot tell this from the host's other work.
-    lines += [
-        Line(phase, Kind.HOST, "dispatch", count=0, seconds=took * times, bound="overhead")
-        for phase, took in wrapped.items()
-    ]
+    for phase, kind, number in ((Phase.FORWARD, "F", calls["F"]), (Phase.BACKWARD, "I", calls["I"] + calls["W"])):
+        seconds[kind] += machine.dispatch_seconds(phase, number, seconds[kind])
+        seconds[kind] += wrapping.get(phase, 0.0)
+        if phase in wrapping:  # booked as dispatch: a run cannot tell this from the host's other work
+            seconds_of_step = wrapping[phase] * times
+            lines.append(Line(phase, Kind.HOST, "dispatch", count=0, seconds=seconds_of_step, bound="overhead"))
     update = sum(line.seconds or 0.0 for line in lines if line.phase is Phase.OPTIMIZER)
     added = sum(line.seconds or 0.0 for line in lines if line.operation == "accumulate")
-    return StageCosts(seconds["F"], seconds["I"], seconds["W"], update, added, lines)
+    return StageCosts(seconds | {"B": seconds["I"] + seconds["W"]}, update + added, added, lines)
 
 
-def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> Iterator[tuple[Phase, float]]:
-    """Yields the host overhead of FSDP, DTensor and the pipeline in a micro-batch, measured on tiny layers."""
-    if machine.fabric is None:
-        return
-    layout, costs, turns = program.layout, machine.fabric.costs, machine.oversubscription
+def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> dict[Phase, float]:
+    """Returns the host overhead of FSDP, DTensor and the pipeline in a micro-batch, measured on tiny layers."""
+    layout, forward, backward = program.layout, 0.0, 0.0
+    if machine.fabric is None or (layout.tp == layout.pp == 1 and layout.zero < 3):
+        return {}
+    costs, turns = machine.fabric.costs, machine.oversubscription
     assert program.model is not None
     names = [layer.name for layer in program.stages[stage].layers]
     ends = sum(name in (EMBEDDING, HEAD) for name in names)
     if layout.tp > 1:
         linears = (len(names) - ends) * (6 + program.model.gated_ffn) + ends
-        yield Phase.FORWARD, linears * costs.dtensor_seconds / 3 * turns
-        yield Phase.BACKWARD, linears * costs.dtensor_seconds * 2 / 3 * turns
+        forward += linears * costs.dtensor_seconds / 3 * turns
+        backward += linears * costs.dtensor_seconds * 2 / 3 * turns
     if layout.pp > 1:
-        yield Phase.FORWARD, costs.pass_seconds * turns
-        yield Phase.BACKWARD, costs.pass_seconds * turns
+        forward += costs.pass_seconds * turns
+        backward += costs.pass_seconds * turns
     if layout.zero == 3:
         copies = machine.copy_seconds(sum(p.bytes for p in program.stages[stage].parameters))
-        yield Phase.FORWARD, len(names) * costs.unit_seconds * turns + copies
-        yield Phase.BACKWARD, 2 * len(names) * costs.unit_seconds * turns + 2 * copies
+        forward += len(names) * costs.unit_seconds * turns + copies
+        backward += 2 * len(names) * costs.unit_seconds * turns + 2 * copies
+    return {Phase.FORWARD: forward, Phase.BACKWARD: backward}
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------
@@ -272,7 +260,7 @@ def alike(program: Program, costs: StageCosts, machine: MeasuredMachine) -> tupl
     if fabric is not None and layout.zero == 0 and layout.tp == 1 and layout.dp * layout.cp > 1:
         buckets = bucket_bytes(list(program.stages[0].parameters))
         reductions = [seconds_over(program, machine, "replicate", "all_reduce", b) for b in buckets]
-        hidden = _hidden_behind(costs.backward_seconds, buckets, reductions)
+        hidden = _hidden_behind(costs.passes["B"], buckets, reductions)
         # If ranks use all cores, CPU work for the reduction of a bucket does not overlap with the backward pass.
         if machine.local_ranks >= fabric.costs.cores:
             here, ranks = replace(fabric, ranks_per_host=None), machine.ranks
@@ -310,49 +298,40 @@ def pipelined(program: Program, costs: dict[int, StageCosts], machine: MeasuredM
     holder = {p.stage: rank for rank, order in enumerate(orders) for p in order}
 
     def seconds(p: Pass) -> float:
-        stage = costs[p.stage]
-        took = {
-            "F": stage.forward_seconds, "B": stage.backward_seconds, "I": stage.input_seconds,
-            "W": stage.weight_seconds,
-        }[p.kind]  # fmt: skip
-        return took + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
+        return costs[p.stage].passes[p.kind] + (0.0 if p.kind == "W" else per_pass[holder[p.stage]])
 
-    took, latency = seconds_over(program, machine, "pp", "send", program.message_bytes), 0.0
+    message_seconds, latency = seconds_over(program, machine, "pp", "send", program.message_bytes), 0.0
     local, per_stage = machine.local_ranks, machine.ranks // layout.pp
     if fabric.between and local < machine.ranks:
         latency = fabric.between.latency_seconds
     room = fabric.costs.cores / min(per_stage, local)  # stages that compute at full speed on one host
-    played = PlayedPipeline(
-        orders, seconds, lambda a, b: took - latency, latency_seconds=latency,
+    simulated = SimulatedPipeline(
+        orders, seconds, lambda a, b: message_seconds - latency, latency_seconds=latency,
         cores=lambda rank: (rank * per_stage // local, room),
     )  # fmt: skip
     after = [sum(t.seconds for t in some if not _inside(t, layout)) for some in apart]
     tied, ends = tied_seconds(program, machine), (0, rank_of_last(layout.schedule, layout.pp))
     after = [extra + tied * (rank in ends) for rank, extra in enumerate(after)]
-    met = max(end + extra for end, extra in zip(played.ends, after, strict=True))
-    held = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
-    slowest = max(sum(c.once_seconds for c in mine) for mine in held)
-    phases, told = [], []
+    last_arrival = max(end + extra for end, extra in zip(simulated.ends, after, strict=True))
+    stages = [[costs[stage] for stage in program.stages_at(rank)] for rank in range(layout.pp)]
+    once = [sum(stage.once_seconds for stage in own) for own in stages]
+    phases, exposed = [], []
     for rank, some in enumerate(sent):
-        own = micro_batches * sum(c.forward_seconds for c in held[rank])
-        talking = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
-        stretched = max(1.0, played.busy[rank] / max(1e-12, sum(map(seconds, orders[rank]))))
-        agreeing = next(t.seconds for t in some if t.dimension == "world")
-        once = sum(c.once_seconds for c in held[rank])
-        last = met - played.ends[rank] - after[rank] + agreeing + slowest - once
-        told.append([
-            replace(t, exposed_seconds=played.waited[rank]) if t.dimension == "pp"
-            else replace(t, exposed_seconds=last) if t.dimension == "world" else t
-            for t in some
-        ])  # fmt: skip
-        added = sum(c.accumulate_seconds for c in held[rank])
+        forward = micro_batches * sum(stage.passes["F"] for stage in stages[rank])
+        collectives = 2 * micro_batches * layout.virtual_stages * per_pass[rank]
+        slowdown = max(1.0, simulated.busy[rank] / max(1e-12, sum(map(seconds, orders[rank]))))
+        agreement = next(t.seconds for t in some if t.dimension == "world")
+        final_wait = last_arrival - simulated.ends[rank] - after[rank] + agreement + max(once) - once[rank]
+        waits = {"pp": simulated.waited[rank], "world": final_wait}
+        exposed.append([replace(t, exposed_seconds=waits.get(t.dimension, t.exposed_seconds)) for t in some])
+        added = sum(stage.accumulate_seconds for stage in stages[rank])
         phases.append({
-            Phase.FORWARD: own * stretched,
-            Phase.BACKWARD: played.busy[rank] - (own + talking) * stretched + added,
-            Phase.COMMUNICATION: talking * stretched + played.waited[rank] + after[rank] + last,
-            Phase.OPTIMIZER: once - added,
+            Phase.FORWARD: forward * slowdown,
+            Phase.BACKWARD: simulated.busy[rank] - (forward + collectives) * slowdown + added,
+            Phase.COMMUNICATION: collectives * slowdown + simulated.waited[rank] + after[rank] + final_wait,
+            Phase.OPTIMIZER: once[rank] - added,
         })  # fmt: skip
-    return phases, told
+    return phases, exposed
 
 
 def _inside(cost: CollectiveCost, layout: Layout) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.config import RunConfig, model_in
+from ironlaw.config import RunConfig, read_model_config
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
 from ironlaw.ledger import Decisions, Ledger, Line, Phase, merged
@@ -35,7 +35,7 @@ from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import Decision, batch_of, check_supported, choose_attention, recipe_of, within_budget
 from ironlaw.plan.stage_costs import CollectiveCost, alike, fold, pipelined, stage_costs
-from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, held_by_process
+from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, process_memory
 from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.finetune import ENDS, adapters_of
 from ironlaw.workload.kinds import is_block
@@ -97,7 +97,7 @@ class StepPlan:
     @property
     def fits(self) -> bool:
         """Whether all ranks of a host fit in its memory."""
-        context, (_, held, _) = held_by_process(self.profile, self.config)
+        context, (_, held, _) = process_memory(self.profile, self.config)
         return self.local_ranks * (context + held * self.peak_bytes) <= self.profile.memory_bytes
 
     @cached_property
@@ -204,7 +204,9 @@ def with_objective(program: Program, config: RunConfig) -> Program:
     objective = config.objective
     if objective.kind == "distillation":
         teacher = at_home(objective.teacher or "")
-        return with_second_model(program, objective, model_in(teacher, f"objective.teacher = {str(teacher)!r}"), True)
+        return with_second_model(
+            program, objective, read_model_config(teacher, f"objective.teacher = {str(teacher)!r}"), True
+        )
     if objective.kind == "dpo":  # with adapters, the reference is the base, which is already held
         return with_second_model(program, objective, config.model, held=not config.finetune.adapts)
     return program

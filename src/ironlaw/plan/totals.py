@@ -11,7 +11,7 @@ from typing import Any
 from ironlaw import units
 from ironlaw.catalog.accelerators import cpu_power
 from ironlaw.config import RunConfig
-from ironlaw.data.supply import recall
+from ironlaw.data.supply import read_supply
 from ironlaw.files import append_json_line, cache_folder, read_json_lines
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, Origin, Phase
 from ironlaw.machine import interference
@@ -32,7 +32,7 @@ def record_path() -> Path:
 
 
 def remember(profile_created: str, planned_seconds: float, measured_seconds: float, run: str) -> None:
-    """Append one finished run."""
+    """Appends one finished run."""
     seconds = {"planned_step_seconds": planned_seconds, "measured_step_seconds": measured_seconds}
     append_json_line(record_path(), {"run": run, "profile": profile_created} | seconds)
 
@@ -68,8 +68,8 @@ def time_interval(profile: Profile) -> tuple[float, float, str]:
 MEMORY_INTERVAL = 0.02
 RESIDENT_INTERVAL = 0.05
 
-HELD = (1.0, 1.0, 2.0)
-LIBRARY_BYTES, HELD_BY_TRAINER, HELD_WHEN_PROFILED = 93 * 2**20, (1.0, 1.2, 1.4), (1.6, 1.95, 2.8)
+ALLOCATION = (1.0, 1.0, 2.0)
+LIBRARY_BYTES, TRAINER_ALLOCATION, PROFILED_ALLOCATION = 93 * 2**20, (1.0, 1.2, 1.4), (1.6, 1.95, 2.8)
 """Bytes that the allocator holds per byte of tensors: least, typical, most. In our trainer it keeps freed memory
 (`machine/host.py`), and imports and compilation take more than in a bare process; a profiler's events fill the gaps
 that freed tensors leave. Measured on a CPU: eleven variants of gpt-tiny of 65 to 850 MiB, profiled (0.97 to 1.18 times
@@ -83,13 +83,15 @@ EMULATED_FACTOR = 10.0
 two CPU cores took 3.0 (fp8) to 3.9 (mxfp4) times bf16's; the ratio grows with faster or narrower products."""
 
 
-def held_by_process(profile: Profile, trainer: RunConfig | None) -> tuple[float, tuple[float, float, float]]:
-    """Returns the bytes of a process without tensors, and the bytes held per byte of tensors, as `HELD`. `trainer` is
-    the config of a run of Ironlaw's trainer; None: any module."""
+def process_memory(profile: Profile, trainer: RunConfig | None) -> tuple[float, tuple[float, float, float]]:
+    """Returns the bytes of a process without tensors, and the bytes held per byte of tensors, as `ALLOCATION`.
+
+    `trainer` is the config of a run of Ironlaw's trainer; None: any module.
+    """
     if trainer is None or profile.device != "cpu":
-        return profile.runtime_bytes, HELD
+        return profile.runtime_bytes, ALLOCATION
     return profile.runtime_bytes + LIBRARY_BYTES, (
-        HELD_WHEN_PROFILED if trainer.train.profile_steps else HELD_BY_TRAINER
+        PROFILED_ALLOCATION if trainer.train.profile_steps else TRAINER_ALLOCATION
     )
 
 
@@ -106,7 +108,7 @@ class PlannedOn:
     time_factors: tuple[float, float]  # on a planned time: they contained 80% of past runs
     time_basis: str
     memory_interval: float = MEMORY_INTERVAL
-    held: tuple[float, float, float] = HELD
+    allocation: tuple[float, float, float] = ALLOCATION
 
     @classmethod
     def measured(cls, profile: Profile, precision: str, hosts: int = 1, trainer: RunConfig | None = None) -> PlannedOn:
@@ -114,15 +116,15 @@ class PlannedOn:
         module."""
         low, high, basis = time_interval(profile)
         machines = "this machine" if hosts == 1 else f"this machine and {hosts - 1} like it"
-        context, held = held_by_process(profile, trainer)
+        context, allocation = process_memory(profile, trainer)
         tensors, more = "tensors", "; more when the allocator fragments"
-        if held != HELD:
-            tensors, more = f"{held[1]} times the tensors, as freed memory is kept,", ""
+        if allocation != ALLOCATION:
+            tensors, more = f"{allocation[1]} times the tensors, as freed memory is kept,", ""
         return cls(
             profile.name, profile.memory_bytes, context,
             f"{tensors} plus the measured size of a process that trains almost nothing{more}",
             hosts * profile.matmul_peak(precision), f"the measured {precision} matmul rate of {machines}",
-            (low, high), f"sum of the operations' measured curves; {basis}", held=held,
+            (low, high), f"sum of the operations' measured curves; {basis}", allocation=allocation,
         )  # fmt: skip
 
     def at_pace(self, pace: float) -> PlannedOn:
@@ -163,7 +165,7 @@ def add_totals(ledger: Ledger, system: PlannedOn, parameters: int, where: str) -
         tensors, calculated, f"tensors alive at the highest moment ({where})",
         tensors * (1 - system.memory_interval), tensors * (1 + system.memory_interval),
     )  # fmt: skip
-    least, resident, most = (system.context_bytes + held * tensors for held in system.held)
+    least, resident, most = (system.context_bytes + share * tensors for share in system.allocation)
     totals["resident_bytes"] = Estimate(
         resident, calculated, system.context_basis, least * (1 - max(system.memory_interval, RESIDENT_INTERVAL)), most,
     )  # fmt: skip
@@ -244,7 +246,7 @@ PREPARED, STREAMED = ("read", "pack", "copy"), ("read", "tokenise", "pack", "cop
 
 def data_supply(config: RunConfig, profile: Profile, tokens_per_second: float) -> dict[str, Any]:
     """Returns the plan's data rates in tokens per second. `tokens_per_second` is the planned step's consumption."""
-    known = recall(config.data, config.sequence)
+    known = read_supply(config.data, config.sequence)
     stages: dict[str, float | None] = dict.fromkeys(STREAMED if config.data.streaming else PREPARED)
     basis = "not measured: no run has loaded this source in this way yet"
     supply = None

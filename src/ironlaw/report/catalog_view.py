@@ -18,20 +18,20 @@ REFERENCE_PARAMETERS = 8e9  # size of the model whose bytes the table of formats
 
 
 def names_view(names: Mapping[str, Sequence[str]]) -> Document:
-    made = Document()
+    view = Document()
     for section, members in names.items():
-        made.heading(section.capitalize())
-        made.add(NameList(members))
-    made.text("ironlaw catalog NAME shows one of them, each figure with its source.", role="dim")
-    return made
+        view.heading(section.capitalize())
+        view.add(NameList(members))
+    view.text("ironlaw catalog NAME shows one of them, each figure with its source.", role="dim")
+    return view
 
 
 def entry_view(entry: Mapping[str, Any]) -> Document:
     """Return one entry of the catalogue, with the source of every figure."""
-    made = Document()
-    made.title(f"{entry['title']} ({entry['kind']} {entry['name']})")
-    made.facts(entry["facts"].items())
-    made.table(
+    view = Document()
+    view.title(f"{entry['title']} ({entry['kind']} {entry['name']})")
+    view.facts(entry["facts"].items())
+    view.table(
         ["figure", "value", "<source"],
         [
             [key.replace("_", " "), Cell(_printed(key, figure["value"]), "strong", figure["value"]),
@@ -39,7 +39,7 @@ def entry_view(entry: Mapping[str, Any]) -> Document:
             for key, figure in entry["figures"].items()
         ],
     )  # fmt: skip
-    return made
+    return view
 
 
 def _printed(key: str, value: float) -> str:
@@ -53,8 +53,8 @@ def _printed(key: str, value: float) -> str:
 
 
 def formats_view(entries: Sequence[Mapping[str, Any]]) -> Document:
-    made = Document()
-    made.table(
+    view = Document()
+    view.table(
         ["format", "bits", "largest", "smallest", "spacing", "<scale", "8B model", "on", "<trains"],
         [
             [e["name"], f"{e['bits_per_element']:.4g}", f"{e['largest']:.3g}", f"{e['smallest']:.3g}",
@@ -67,13 +67,13 @@ def formats_view(entries: Sequence[Mapping[str, Any]]) -> Document:
         "train.precision takes on those; emulated where no library has them. ironlaw formats NAME names them, and the "
         "source.",
     )  # fmt: skip
-    return made
+    return view
 
 
 def format_view(entry: Mapping[str, Any]) -> Document:
-    made = Document()
-    made.title(f"{entry['name']}: {entry['title']}")
-    made.facts((
+    view = Document()
+    view.title(f"{entry['name']}: {entry['title']}")
+    view.facts((
         ("bits per number, scales included", f"{entry['bits_per_element']:.6g}"),
         ("largest number", f"{entry['largest']:.4g}"), ("smallest above 0", f"{entry['smallest']:.4g}"),
         ("distance from 1 to the next", f"{entry['spacing']:.6g}"), ("scale", _scale(entry) or "none"),
@@ -82,7 +82,7 @@ def format_view(entry: Mapping[str, Any]) -> Document:
             entry["trained_by"], entry["trained_by"])),
         ("source", f"{entry['source']}, {entry['url']}"),
     ))  # fmt: skip
-    return made
+    return view
 
 
 def _scale(entry: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _scale(entry: Mapping[str, Any]) -> str:
 
 def compression_view(source: str, out: str, found: Mapping[str, Any]) -> Document:
     """Return what a compression saved and what it cost."""
-    made = Document()
+    view = Document()
     rows = [
         [name, units.bytes_(found[f"bytes_{when}"]), f"{found[f'loss_{when}']:.4f}",
          f"{found[f'tokens_per_second_{when}']:.1f}"]
@@ -108,13 +108,13 @@ def compression_view(source: str, out: str, found: Mapping[str, Any]) -> Documen
         f"{found['tokens_per_second_after'] / found['tokens_per_second_before']:.2f} times",
     ])  # fmt: skip
     share = found["compressed_weights"] / found["weights"]
-    made.table(
+    view.table(
         ["", "weights", "loss, nats per token", "tokens per second here"], rows,
         caption=f"{_formats(found)} by {found['method']}: {share:.0%} of the weights, the others in "
         f"{found['precision_before']}. Loss of {found['held_out_tokens']:,} held-out tokens, in fp32 arithmetic. "
         f"{_decoding(found)}",
     )  # fmt: skip
-    return made
+    return view
 
 
 def _formats(found: Mapping[str, Any]) -> str:
@@ -132,16 +132,16 @@ def _decoding(found: Mapping[str, Any]) -> str:
 
 def checkup_view(found: Mapping[str, Any]) -> Document:
     """Return the findings of `ironlaw doctor`."""
-    made = Document()
-    made.title(", ".join(f"{name} {version}" for name, version in found["versions"].items() if version))
+    view = Document()
+    view.title(", ".join(f"{name} {version}" for name, version in found["versions"].items() if version))
     for device in found["devices"]:
         more = f"{device['threads']} threads" if "threads" in device else f"capability {device['capability']}"
-        made.text(f"{device['device']}: {device['name']} ({more}, {units.bytes_(device['memory_bytes'])})")
+        view.text(f"{device['device']}: {device['name']} ({more}, {units.bytes_(device['memory_bytes'])})")
     measured = found["measured"]
     if measured is not None:
         when = measured["created"][:16].replace("T", " ")
-        made.text(f"Measured {when}: {measured['name']} ({measured['device']})")
-    made.heading("Optional parts")
+        view.text(f"Measured {when}: {measured['name']} ({measured['device']})")
+    view.heading("Optional parts")
     rows = []
     for extra in found["extras"]:
         have = ", ".join(f"{name} {version}" for name, version in extra["versions"].items() if version)
@@ -150,11 +150,11 @@ def checkup_view(found: Mapping[str, Any]) -> Document:
             missing = f"missing: {', '.join(extra['missing'])}; pip install 'ironlaw[{extra['name']}]'"
         here = Cell("\n".join(filter(None, [have, missing])), "caution" if missing else "good")
         rows.append([extra["name"], here, extra["gives"]])
-    made.table(["extra", "<here", "<gives"], rows)
+    view.table(["extra", "<here", "<gives"], rows)
     for problem in found["problems"]:
-        made.text(bad("Problem: "), problem)
+        view.text(bad("Problem: "), problem)
     for advice in found["advice"]:
-        made.text(Cell("Advice: ", "caution"), advice)
+        view.text(Cell("Advice: ", "caution"), advice)
     if not found["problems"]:
-        made.text(good("Everything that Ironlaw needs is here."))
-    return made
+        view.text(good("Everything that Ironlaw needs is here."))
+    return view

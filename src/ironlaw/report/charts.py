@@ -1,11 +1,10 @@
-"""Charts of a run: parts of the step, time above the hardware's ideal, roofline, timeline, curves over steps."""
+"""Charts of a run: time above the hardware's ideal, roofline, timeline, curves over steps."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import partial
 from html import escape
 from typing import Any
 
@@ -16,8 +15,8 @@ from ironlaw.report import svg
 from ironlaw.report.document import Chart
 
 Found = Mapping[str, Any]
-MOST_POINTS = 60
-SLOWEST_SHOWN = 2.5  # times the typical step, so that one slow step does not flatten the rest of the chart
+MAX_POINTS = 60
+MAX_SHOWN_RATIO = 2.5  # times the typical step, so that one slow step does not flatten the rest of the chart
 DROPS = {
     "shape": "shapes", "memory": "memory-bound operations", "launch": "launch and host",
     "communication": "exposed communication", "bubble": "pipeline bubble", "data": "data",
@@ -46,8 +45,8 @@ def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None
         described += f", unigram model {unigram:.2f}"
         caption += " The unigram model knows only how often each token occurs."
 
-    draw = partial(svg.line_chart, "Loss over the run", described, series, levels, y_text="{:.4g}".format)
-    return Chart(draw, caption, legend)
+    drawing = svg.line_chart("Loss over the run", described, series, levels, y_text="{:.4g}".format)
+    return Chart(drawing, caption, legend)
 
 
 def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
@@ -57,7 +56,7 @@ def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
         return None
     seconds = [m["seconds"] for m in timed]
     typical = statistics.median(seconds)
-    top = SLOWEST_SHOWN * typical
+    top = MAX_SHOWN_RATIO * typical
     beyond = sum(s > top for s in seconds)
     series = [svg.Series("step time", [m["step"] for m in timed], seconds, "measured")]
     caption, legend, levels = "Step time.", [("line-measured", "measured")], []
@@ -74,38 +73,21 @@ def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
     if len(timed) < len(steps):
         caption += " Steps that were profiled are left out: the profiler slows them."
 
-    draw = partial(
-        svg.line_chart, "Step time over the run", described, series, levels, from_zero=True, top=top,
-        y_text=units.seconds,
-    )  # fmt: skip
-    return Chart(draw, caption, legend)
+    drawing = svg.line_chart(
+        "Step time over the run", described, series, levels, from_zero=True, top=top, y_text=units.seconds
+    )
+    return Chart(drawing, caption, legend)
 
 
-def memory(curve: Sequence[Sequence[float]], width: int) -> Markup:
+def memory(curve: Sequence[Sequence[float]]) -> Markup:
     xs, ys = [1e3 * point[0] for point in curve], [point[1] for point in curve]
     return svg.line_chart(
         "Memory over the recorded steps", f"Highest {units.bytes_(max(ys))}", [svg.Series("alive", xs, ys, "measured")],
-        width=width, height=200, from_zero=True, y_text=units.bytes_, x_name="ms",
+        height=200, from_zero=True, y_text=units.bytes_, x_name="ms",
     )  # fmt: skip
 
 
-def composition(rows: Sequence[Found], time: Found) -> Markup:
-    """Draw the step as one bar per side, planned and measured, divided into its parts."""
-    whole = max((time["step"][side] or 0.0 for side in ("planned", "measured")), default=0.0)
-    drawn = Markup("")
-    for side in ("planned", "measured"):
-        parts = [(row["name"], row[side]) for row in rows if row[side] is not None and row[side] > 0]
-        rest = time["unattributed_seconds"]
-        if side == "measured" and rest is not None and rest > 0:
-            parts.append(("unattributed", rest))
-        if parts:
-            total = units.seconds(time["step"][side])
-            bar = svg.stacked(parts, whole, f"The {side} step of {total} by its parts", units.seconds)
-            drawn += Markup('<p class="muted">%s: %s</p>%s') % (side, total, bar)
-    return drawn
-
-
-def waterfall(fall: Found, width: int) -> Markup:
+def waterfall(fall: Found) -> Markup:
     """Draw bars from the ideal step to the measured one; each begins where the one before ends."""
     rows: list[tuple[str, float, float, str]] = []
     now = fall["ideal_seconds"] or 0.0
@@ -115,35 +97,35 @@ def waterfall(fall: Found, width: int) -> Markup:
         rows.append((DROPS[drop["name"]], now, now + drop["seconds"], drop["name"]))
         now += drop["seconds"]
     rows.append(("measured step", 0.0, fall["step_seconds"], "total"))
-    small = width < 500
-    left, right, tall = (8.0 if small else 190.0), width - 78.0, 34 if small else 26
+    left, right, tall = 190.0, svg.WIDTH - 78.0, 26
     top = max(max(a, b) for _, a, b, _ in rows) or 1.0
     body = []
     for index, (name, a, b, style) in enumerate(rows):
         y = index * tall
-        bar_y, bar_height = (y + 15, 14) if small else (y + 4, tall - 8)
         x0, x1 = (left + (right - left) * max(0.0, v) / top for v in (min(a, b), max(a, b)))
-        body.append(svg.text(left, y + 11, name, "start") if small else svg.text(left - 8, y + 17, name, "end"))
-        body.append(svg.rect(x0, bar_y, max(1.0, x1 - x0), bar_height, f"drop-{style}"))
+        body.append(svg.text(left - 8, y + 17, name, "end"))
+        body.append(svg.rect(x0, y + 4, max(1.0, x1 - x0), tall - 8, f"drop-{style}"))
         size = units.seconds(abs(b - a))
-        body.append(svg.text(x1 + 5, bar_y + 12, size if b >= a else f"−{size}", "start"))
+        body.append(svg.text(x1 + 5, y + 16, size if b >= a else f"−{size}", "start"))
     described = ", ".join(f"{name} {units.seconds(b - a)}" for name, a, b, _ in rows)
-    return svg.image(width, len(rows) * tall + 4, "From the hardware's ceiling to the measured step", described, body)
+    return svg.image(
+        svg.WIDTH, len(rows) * tall + 4, "From the hardware's ceiling to the measured step", described, body
+    )
 
 
-def roofline(roof: Found, width: int, height: int = 320) -> Markup:
+def roofline(roof: Found) -> Markup:
     """Draw FLOP/s over FLOPs per byte, both logarithmic. A point's area grows with its time."""
-    points = roof["points"][:MOST_POINTS]
+    width, height = svg.WIDTH, 320
+    points = roof["points"][:MAX_POINTS]
     peak, copy = roof["peak_flops_per_second"], roof["copy_bytes_per_second"]
     xs, ys = [p["intensity"] for p in points] + [roof["ridge"]], [p["flops_per_second"] for p in points]
     frame = svg.Frame(
         min(xs) / 2, max(xs) * 2, min([*ys, peak / 100]) / 1.26, max([peak, *ys]) * 1.4,
         84.0, width - 14.0, 10.0, height - 42.0, math.log10,
     )  # fmt: skip
-    few = 5 if width < 500 else 8
     body = frame.grid(
-        svg.ticks(frame.x0, frame.x1, most=few), lambda x: f"{x:g}",
-        svg.ticks(frame.y0, frame.y1, most=5), lambda y: _short(y),
+        svg.ticks(frame.x0, frame.x1), lambda x: f"{x:g}",
+        svg.ticks(frame.y0, frame.y1, most=5), lambda y: svg.short(units.si(y, "FLOP/s")),
     )  # fmt: skip
     body.append(
         f'<path class="roof" d="M{frame.x(frame.x0):.1f} {frame.y(frame.x0 * copy):.1f}'
@@ -167,15 +149,10 @@ def roofline(roof: Found, width: int, height: int = 320) -> Markup:
     return svg.image(width, height, "Roofline of the run's operations", described, body)
 
 
-def _short(rate: float) -> str:
-    """Return a round tick of FLOP/s."""
-    return units.si(rate, "FLOP/s").replace(".00", "").replace(".0 ", " ")
-
-
-def timeline(line: Found, width: int) -> Markup:
+def timeline(line: Found) -> Markup:
     """Draw one row per lane. A segment shows its label if there is room, and always as its title."""
     lanes: Sequence[str] = sorted(line["lanes"], key=lambda lane: (lane != "phases", lane != "operations", lane))
-    row, upper, whole = 44.0, 4.0, line["seconds"]
+    width, row, upper, whole = svg.WIDTH, 44.0, 4.0, line["seconds"]
     body = []
     for index, lane in enumerate(lanes):
         y = upper + index * row

@@ -23,38 +23,38 @@ IN_WHY_ONLY = ("mfu_palm", "mfu_6nd", "hfu", "accelerator_hours", "break_even_ho
 
 def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
     """Return the whole answer: verdict, totals, candidates, terms, memory, budget, advice, assumptions."""
-    made = Document()
-    _title(made, ledger, more)
-    _verdict(made, ledger, fits, more)
-    _limits(made, ledger, more)
-    _engine(made, more)
-    totals(made, ledger, {k: v for k, v in labels.TOTALS.items() if k not in IN_WHY_ONLY}, absent=False)
-    _hardware(made, more.get("hardware"))
+    view = Document()
+    _title(view, ledger, more)
+    _verdict(view, ledger, fits, more)
+    _limits(view, ledger, more)
+    _engine(view, more)
+    totals(view, ledger, {k: v for k, v in labels.TOTALS.items() if k not in IN_WHY_ONLY}, absent=False)
+    _hardware(view, more.get("hardware"))
     if len(more["candidates"]) > 1:
-        _candidates(made, more)
+        _candidates(view, more)
     if more["ruled_out"]:
-        _ruled_out(made, more)
-    made.heading("Where the step time goes")
-    _shares(made, more["terms"], units.seconds)
-    made.heading(f"Where the memory goes, at the peak: {ledger.facts['peak_at']}")
-    _shares(made, {line.component: line.bytes for line in ledger.memory if line.bytes}, units.bytes_)
+        _ruled_out(view, more)
+    view.heading("Where the step time goes")
+    _shares(view, more["terms"], units.seconds)
+    view.heading(f"Where the memory goes, at the peak: {ledger.facts['peak_at']}")
+    _shares(view, {line.component: line.bytes for line in ledger.memory if line.bytes}, units.bytes_)
     if fits:
-        _money(made, ledger, more["budget"])
-        _advice(made, more)
-    made.extend(assumed_view(more["assumed"]))
-    made.text(
+        _money(view, ledger, more["budget"])
+        _advice(view, more)
+    view.extend(assumed_view(more["assumed"]))
+    view.text(
         "Intervals held 80% of runs that the engine was not fitted to. MFU: exact matrix FLOPs, causal attention "
         "halved, over the dense peak; --why has the other conventions. --why shows every derivation.", role="dim",
     )  # fmt: skip
-    return made
+    return view
 
 
-def _title(made: Document, ledger: Ledger, more: More) -> None:
+def _title(view: Document, ledger: Ledger, more: More) -> None:
     cluster, work = more["cluster"], more["work"]
     steps = f"{work['steps']:,} steps of {work['global_batch']:,} × {work['sequence']:,} tokens"
     arithmetic = f"{more['precision']}, {ledger.facts['optimizer']}, engine {more['engine']['name']}"
     nodes = f"{cluster['nodes']:,} × {cluster['node']}{_network(cluster)}"
-    made.title(
+    view.title(
         f"Plan of {ledger.facts['model']['name']} on {cluster['accelerators']:,} × {cluster['product']}",
         below=f"{nodes}; {units.tokens(work['tokens'])} tokens in {steps}; {arithmetic}",
     )
@@ -69,7 +69,7 @@ def _network(cluster: More) -> str:
     return f" ({units.si(8 * rate, 'bit/s')} {cluster['fabric'] or 'network'} each{over})"
 
 
-def _verdict(made: Document, ledger: Ledger, fits: bool, more: More) -> None:
+def _verdict(view: Document, ledger: Ledger, fits: bool, more: More) -> None:
     margin, peak, facts = more["margin"], ledger.totals["peak_bytes"], ledger.facts
     needed = f"{units.bytes_(peak.value)} needed of {units.bytes_(margin['limit_bytes'])} usable per accelerator"
     if facts.get("host_bytes"):
@@ -78,40 +78,40 @@ def _verdict(made: Document, ledger: Ledger, fits: bool, more: More) -> None:
     if not fits:
         short = margin["missing_bytes"] > 0
         missing = units.bytes_(margin["missing_bytes" if short else "missing_host_bytes"])
-        made.text(bad("Does not fit: "), f"{needed}, {missing} too much{'' if short else ' on the host'}.")
-        return _would_fit(made, more)
-    made.text(dim("Layout  "), strong(more["layout"]["text"]))
+        view.text(bad("Does not fit: "), f"{needed}, {missing} too much{'' if short else ' on the host'}.")
+        return _would_fit(view, more)
+    view.text(dim("Layout  "), strong(more["layout"]["text"]))
     tail = f"; with the upper end of its interval it would need {units.bytes_(peak.high)}" if margin["tight"] else ""
     label = Cell("Fits, narrowly: ", "caution") if margin["tight"] else good("Fits: ")
-    made.text(label, f"{needed}{tail}.")
+    view.text(label, f"{needed}{tail}.")
     if margin["tight"] and more.get("safest"):
         sure = more["safest"]
         step = units.seconds(sure["step_seconds"]["value"])
-        made.text(f"Sure to fit: {sure['layout']['text']}, {step} per step.")
+        view.text(f"Sure to fit: {sure['layout']['text']}, {step} per step.")
     slower, choice = margin.get("slower_than_fastest"), margin["choice"]
     if slower is not None:
         other = "one that is as fast" if slower < 0.0005 else f"the fastest, {units.percent(slower)} quicker"
-        made.text(f"Chosen over {other}: {choice}.", role="dim")
+        view.text(f"Chosen over {other}: {choice}.", role="dim")
     elif " " in choice:
-        made.text(f"{choice[0].upper()}{choice[1:]}.", role="dim")
+        view.text(f"{choice[0].upper()}{choice[1:]}.", role="dim")
 
 
-def _limits(made: Document, ledger: Ledger, more: More) -> None:
+def _limits(view: Document, ledger: Ledger, more: More) -> None:
     """Say whether what was asked for holds, and where it may not."""
     for name, limit in more.get("limits", {}).items():
         (label, show), planned = labels.TOTALS[name], ledger.totals[name]
         sure = planned.high is None or planned.high <= limit["limit"]
         tail = "" if sure or not limit["holds"] else f"; the upper end of its interval, {show(planned.high)}, does not"
         mark = good("Holds: ") if limit["holds"] else bad("Does not hold: ")
-        made.text(mark, f"{label.lower()} {show(planned.value)}, at most {show(limit['limit'])} asked{tail}.")
+        view.text(mark, f"{label.lower()} {show(planned.value)}, at most {show(limit['limit'])} asked{tail}.")
 
 
-def _hardware(made: Document, hardware: More | None) -> None:
+def _hardware(view: Document, hardware: More | None) -> None:
     """Add the best number of accelerators of each kind that holds the limits, if several were sought."""
     if hardware is None or len(hardware["rows"]) < 2:
         return
-    made.heading(f"Hardware within the limits, {hardware['sought']} first")
-    made.table(
+    view.heading(f"Hardware within the limits, {hardware['sought']} first")
+    view.table(
         ["<accelerators", "total time", "rent", "step", "<layout"],
         [[Cell(f"{row['accelerators']:,} x {row['product']}", "strong" if first else ""),
           units.seconds(row["total_seconds"]), units.dollars(row["rent_usd"]), units.seconds(row["step_seconds"]),
@@ -119,18 +119,18 @@ def _hardware(made: Document, hardware: More | None) -> None:
     )  # fmt: skip
     walls = ", ".join(f"{count} {wall}" for wall, count in hardware["ruled_out"].items())
     if walls:
-        made.text(f"Kinds ruled out: {walls}.", indent=2, role="dim")
+        view.text(f"Kinds ruled out: {walls}.", indent=2, role="dim")
 
 
-def _would_fit(made: Document, more: More) -> None:
+def _would_fit(view: Document, more: More) -> None:
     options = more.get("would_fit") or []
     nothing = "Nothing tried would fit: fewer tokens per sequence or a smaller model."
-    made.text(f"Would fit: {' or '.join(options)}." if options else nothing)
+    view.text(f"Would fit: {' or '.join(options)}." if options else nothing)
     label = "Layout that misses by least  " if more["searched"] else "Layout  "
-    made.text(dim(label), strong(more["layout"]["text"]))
+    view.text(dim(label), strong(more["layout"]["text"]))
 
 
-def _engine(made: Document, more: More) -> None:
+def _engine(view: Document, more: More) -> None:
     """Warn if no measured run checks the engine on this generation. Show other software if none was chosen."""
     engine = more["engine"]
     if not engine["checked_runs"]:
@@ -138,16 +138,16 @@ def _engine(made: Document, more: More) -> None:
             f"Unchecked: no run of engine {engine['name']} on {engine['generation']} has been compared with its plan"
         )
         others = ", ".join(f"{name} ({runs} runs)" for name, runs in list(engine["checked_there"].items())[:3])
-        made.text(words + (f"; checked there: {others}." if others else "."), role="caution")
+        view.text(words + (f"; checked there: {others}." if others else "."), role="caution")
     for other in engine.get("others") or []:
         words = f"Under {other['engine']} instead: {units.seconds(other['step_seconds'])} a step"
         if other["layout"] != more["layout"]["text"]:
             words += f", {other['layout']}"
-        made.text(words + ("" if other["fits"] else "; it would not fit") + ".", role="dim")
+        view.text(words + ("" if other["fits"] else "; it would not fit") + ".", role="dim")
 
 
-def _candidates(made: Document, more: More) -> None:
-    made.heading("Fastest layouts that fit")
+def _candidates(view: Document, more: More) -> None:
+    view.heading("Fastest layouts that fit")
     fastest = more["candidates"][0]["step_seconds"]["value"]
     for rank, candidate in enumerate(more["candidates"], 1):
         step, memory = candidate["step_seconds"], candidate["peak_bytes"]["value"]
@@ -155,117 +155,117 @@ def _candidates(made: Document, more: More) -> None:
         rate = units.tokens(candidate["tokens_per_second"]["value"])
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
         layout = candidate["layout"]["text"] + ("  ← chosen" if chosen else "")
-        made.text(f"{rank}  ", Cell(layout, "strong" if chosen else ""), indent=2)
+        view.text(f"{rank}  ", Cell(layout, "strong" if chosen else ""), indent=2)
         facts = f"{units.seconds(step['value'])} ({bounds}), {rate} tokens/s, {units.bytes_(memory)}"
-        made.text(facts, indent=5, role="dim")
+        view.text(facts, indent=5, role="dim")
         if rank > 1:
             slower = step["value"] / fastest - 1
             why = candidate["why_slower"] or "no single term by 0.1% of the step"
             behind = f"{units.percent(slower)} slower" if slower >= 0.0005 else "as fast"
-            made.text(f"{behind}: {why}", indent=5, role="dim")
+            view.text(f"{behind}: {why}", indent=5, role="dim")
 
 
-def _ruled_out(made: Document, more: More) -> None:
+def _ruled_out(view: Document, more: More) -> None:
     searched = more["searched"]
-    made.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
+    view.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
     rows = []
     for constraint, counted in more["ruled_out"].items():
         unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
         rows.append([constraint, f"{counted['count']:,} {unit}"])
-    made.table(["constraint", "ruled out"], rows)
+    view.table(["constraint", "ruled out"], rows)
 
 
-def _shares(made: Document, parts: Mapping[str, float], show: Print) -> None:
+def _shares(view: Document, parts: Mapping[str, float], show: Print) -> None:
     ordered = sorted(parts.items(), key=lambda item: -item[1])
-    made.shares(((name, value, "") for name, value in ordered), show, total=False, least=0.001, meanings=False)
+    view.shares(((name, value, "") for name, value in ordered), show, total=False, least=0.001, meanings=False)
 
 
-def _money(made: Document, ledger: Ledger, budget: More) -> None:
-    made.heading("Money, energy and carbon")
+def _money(view: Document, ledger: Ledger, budget: More) -> None:
+    view.heading("Money, energy and carbon")
     figures, rent = ledger.totals, budget["rent"]
     if rent is None:
-        made.text("Rent: no public price is known; give --price-per-hour.", indent=2)
+        view.text("Rent: no public price is known; give --price-per-hour.", indent=2)
     else:
-        told = ", ".join(part for part in (rent["provider"], rent["date"], rent["source"]) if part)
+        source = ", ".join(part for part in (rent["provider"], rent["date"], rent["source"]) if part)
         hours = f"{units.count(figures['accelerator_hours'].value)} accelerator-hours"
         cost = units.dollars(figures["rent_usd"].value)
-        made.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({told}).", indent=2)
+        view.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({source}).", indent=2)
         for quote in (q for q in budget["rent_quotes"] if q["provider"] != rent["provider"]):
             price = f"${quote['usd_per_hour']:,.2f} ({quote['provider']}, {quote['date']})"
-            made.text(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2, role="dim")
+            view.text(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2, role="dim")
     if "purchase_usd" in figures:
         after = figures["break_even_hours"].value
-        made.text(
+        view.text(
             f"Buying costs {units.dollars(figures['purchase_usd'].value)} and pays after {units.count(after)} h of use "
             f"({after / 730.5:.1f} months without a pause), {figures['break_even_runs'].value:.1f} such runs; "
             "accelerators only.", indent=2,
         )  # fmt: skip
     elif rent is not None:
-        made.text("Buying: no purchase price is known.", indent=2)
+        view.text("Buying: no purchase price is known.", indent=2)
     if "energy_joules" not in figures:
-        return made.text("Energy: the power of this accelerator is not known.", indent=2)
+        return view.text("Energy: the power of this accelerator is not known.", indent=2)
     power, grid = budget["power"], budget["grid"]
-    made.text(
+    view.text(
         f"Energy: {units.count(power['accelerator_watts'])} W per accelerator of {power['tdp_watts']:.0f} W TDP; "
         f"{power['host_basis']}; PUE {budget['pue']['value']:g}. "
         f"Grid {grid['title']} {grid['year']}: {grid['kg_co2_per_kwh']:g} kg CO2 per kWh ({grid['source']}).", indent=2,
     )  # fmt: skip
 
 
-def _advice(made: Document, more: More) -> None:
+def _advice(view: Document, more: More) -> None:
     first = more["first_change"]
-    made.heading("To get faster")
+    view.heading("To get faster")
     share = units.percent(first["share"], 0)
-    made.text(f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", indent=2)
+    view.text(f"The largest term is {first['term']}, {share} of the step: {first['remedy']}.", indent=2)
     for change in first["tried"]:
-        made.text(f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", indent=2)
+        view.text(f"{change['change']}: {units.signed_percent(change['gain'], 0)} tokens per second.", indent=2)
     for saver in more.get("communication_savings", ()):
         saved, exposed = units.seconds(saver["saves_seconds"]), units.seconds(saver["exposed_seconds"])
         costs = f"costs {units.seconds(saver['costs_seconds'])} per step"
         verdict = "" if saver["pays"] else ": it does not pay"
-        made.text(f"{saver['setting']} saves {saved} of {exposed} exposed, {costs}{verdict}.", indent=2)
+        view.text(f"{saver['setting']} saves {saved} of {exposed} exposed, {costs}{verdict}.", indent=2)
     if more["scaling"]:
-        _scaling(made, more["scaling"], more["cluster"]["accelerators"])
+        _scaling(view, more["scaling"], more["cluster"]["accelerators"])
 
 
-def _scaling(made: Document, scaling: More, here: int) -> None:
-    made.heading("More accelerators, same batch")
+def _scaling(view: Document, scaling: More, here: int) -> None:
+    view.heading("More accelerators, same batch")
     rows: list[Row] = []
     for row in scaling["rows"]:
         gain = "" if row["gain"] is None else units.percent(row["gain"], 0)
         count = Cell(f"{row['accelerators']:,}", "strong" if row["accelerators"] == here else "")
         rows.append([count, units.seconds(row["step_seconds"]), gain])
-    made.table(["accelerators", "step time", "doubling is faster by"], rows)
+    view.table(["accelerators", "step time", "doubling is faster by"], rows)
     stop, reason = scaling["pays_up_to"], scaling["reason"]
-    made.text(f"They stop paying at {stop:,}: {reason}." if stop else f"{reason.capitalize()}.", indent=2)
+    view.text(f"They stop paying at {stop:,}: {reason}." if stop else f"{reason.capitalize()}.", indent=2)
 
 
 def assumed_view(assumed: Sequence[Mapping[str, str]]) -> Document:
     """Return the assumed settings, and how to set them."""
-    made = Document()
+    view = Document()
     if assumed:
-        made.heading("Assumed")
+        view.heading("Assumed")
     for one in assumed:
         how = f"; set it with {one['how_to_set']}" if one["how_to_set"] else ""
-        made.text(strong(f"{one['name']} = {one['value']}"), f": {one['reason']}{how}", indent=2)
-    return made
+        view.text(strong(f"{one['name']} = {one['value']}"), f": {one['reason']}{how}", indent=2)
+    return view
 
 
 def ranks_view(ledger: Ledger, more: More) -> Document:
     """Return the plan of local ranks: the reason for this layout, the others, and each rank's work and memory."""
-    made, facts = Document(), ledger.facts
+    view, facts = Document(), ledger.facts
     if not facts.get("stages"):
-        return made
-    made.heading(f"Layout of {facts['ranks']} ranks: {facts['layout']}")
+        return view
+    view.heading(f"Layout of {facts['ranks']} ranks: {facts['layout']}")
     if more.get("reason"):
-        made.text(f"Chosen: {more['reason']}.", indent=2)
+        view.text(f"Chosen: {more['reason']}.", indent=2)
     if len(more.get("candidates", ())) > 1:
-        made.table(
+        view.table(
             ["layout", "step", "communication exposed", "held per rank"],
             [[one["layout"], units.seconds(one["step_seconds"]), units.seconds(one["exposed_communication_seconds"]),
               units.bytes_(one["peak_bytes"])] for one in more["candidates"]],
         )  # fmt: skip
-    made.heading("Each rank of a stage, per step")
+    view.heading("Each rank of a stage, per step")
     rows = []
     for stage in facts["stages"]:
         first, last = stage["ranks"]
@@ -278,14 +278,14 @@ def ranks_view(ledger: Ledger, more: More) -> Document:
             ])  # fmt: skip
             head = [""] * 4
     columns = ["stage", "ranks", "held", "<highest at", "<collective", "calls", "bytes", "takes", "exposed"]
-    made.table(columns, rows)
-    return made
+    view.table(columns, rows)
+    return view
 
 
 def cluster_why_view(ledger: Ledger, more: More) -> Document:
     """Return every total with its formula and inputs, the engine, and what is assumed instead of measured."""
-    made, facts, work = Document(), ledger.facts, more["work"]
-    made.heading("Where each number comes from")
+    view, facts, work = Document(), ledger.facts, more["work"]
+    view.heading("Where each number comes from")
     batch = [f"{work['global_batch']:,} sequences of {work['sequence']:,} tokens per step [asked or assumed]"]
     step = ledger.totals["step_seconds"].value
     terms = [f"{t} {units.seconds(s)} [calculated]" for t, s in more["terms"].items() if s >= 0.001 * step]
@@ -294,29 +294,29 @@ def cluster_why_view(ledger: Ledger, more: More) -> Document:
         "tokens_per_second": batch, "peak_bytes": memory_inputs(line for line in ledger.memory if line.bytes),
         "total_seconds": [f"{work['steps']:,} steps, {units.tokens(work['tokens'])} tokens [asked or assumed]"],
     }  # fmt: skip
-    derivations(made, ledger, labels.TOTALS, inputs)
-    made.heading(f"Engine {more['engine']['name']}")
-    made.text(more["engine"]["source"], indent=2)
+    derivations(view, ledger, labels.TOTALS, inputs)
+    view.heading(f"Engine {more['engine']['name']}")
+    view.text(more["engine"]["source"], indent=2)
     if facts["low_precision"]:
-        made.text(f"memory in {facts['precision']}: {facts['low_precision']}", indent=2)
-        made.text(f"products in {facts['precision']}: {facts['low_precision_products']}", indent=2)
+        view.text(f"memory in {facts['precision']}: {facts['low_precision']}", indent=2)
+        view.text(f"products in {facts['precision']}: {facts['low_precision_products']}", indent=2)
     if facts["context_parallel"]:
-        made.text(f"context parallel attention: {facts['context_parallel']}", indent=2)
+        view.text(f"context parallel attention: {facts['context_parallel']}", indent=2)
     if facts["assumptions"]:
-        made.heading("Constants of this accelerator that nobody measured here")
+        view.heading("Constants of this accelerator that nobody measured here")
         for line in facts["assumptions"]:
-            made.text(line, indent=2)
-    made.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
+            view.text(line, indent=2)
+    view.heading("Linear layers of a block: one rank and micro-batch, kernels alone, before the engine's slowdown")
     columns = ["layer", "<in", "m", "n", "k", "times", "FLOPs forward", "forward", "backward", "rate"]
-    made.table(columns, map(_product, facts["products"]))
-    made.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
-    made.table(
+    view.table(columns, map(_product, facts["products"]))
+    view.heading("Lines of the step: seconds of the busiest stage, FLOPs of all accelerators")
+    view.table(
         ["operation", "<phase", "FLOPs", "time", "<bound"],
         [[line.operation, str(line.phase), quantity(line.flops, lambda v: units.si(v, "FLOP"), units.NOT_KNOWN),
           quantity(line.seconds, units.seconds), line.bound or ""]
          for line in sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0)) if line.seconds],
     )  # fmt: skip
-    return made
+    return view
 
 
 def _product(product: More) -> list[str]:
@@ -337,9 +337,9 @@ def plan_views(outcome: Any, why: bool = False) -> list[Document]:
         return [serving_view(ledger, more), assumed]
     if "cluster" in more:
         return [cluster_view(ledger, fits, more), *([cluster_why_view(ledger, more)] if why else [])]
-    made = plan_view(ledger, fits)
+    view = plan_view(ledger, fits)
     if "budget" in more:
-        _limits(made, ledger, more)
-        _hardware(made, more.get("hardware"))
-        _money(made, ledger, more["budget"])
-    return [made, ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]
+        _limits(view, ledger, more)
+        _hardware(view, more.get("hardware"))
+        _money(view, ledger, more["budget"])
+    return [view, ranks_view(ledger, more), assumed, *([why_view(ledger)] if why else [])]

@@ -10,7 +10,7 @@ from ironlaw.report import labels
 from ironlaw.report.document import Cell, Document, Print, Row, quantity, strong
 
 Found = Mapping[str, Any]
-MOST_OPERATIONS, MOST_SETTINGS = 8, 20
+MAX_OPERATIONS, MAX_SETTINGS = 8, 20
 TOTALS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes", "resident_bytes", "total_seconds", "train_loss",
           "validation_loss")  # fmt: skip
 COLUMNS = {"step_seconds": "step", "tokens_per_second": "throughput", "mfu": "MFU", "validation_loss": "val. loss"}
@@ -19,22 +19,22 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 def comparison_view(found: Found) -> Document:
     """Return what changed between two runs, and whether it is more than noise."""
-    made, noise, grade = Document(), found["noise"], found.get("grade")
-    made.text(f"A {found['before']}", role="dim")
-    made.text(f"B {found['after']}", role="dim")
-    made.text("")
-    made.text(strong(found["sentence"]))
+    view, noise, grade = Document(), found["noise"], found.get("grade")
+    view.text(f"A {found['before']}", role="dim")
+    view.text(f"B {found['after']}", role="dim")
+    view.text("")
+    view.text(strong(found["sentence"]))
     if noise is not None:
         words = f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run."
-        made.text(words, indent=2, role="dim")
+        view.text(words, indent=2, role="dim")
     if grade is not None:
         promised, brought = units.signed_percent(grade["predicted"]), units.signed_percent(grade["measured"])
-        made.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
+        view.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
     if found["settings"]:
-        made.heading("What differs")
-        settings = found["settings"][:MOST_SETTINGS]
-        made.table(["", "A", "B"], [[s["name"], _setting(s["before"]), _setting(s["after"])] for s in settings])
-    made.heading("Totals")
+        view.heading("What differs")
+        settings = found["settings"][:MAX_SETTINGS]
+        view.table(["", "A", "B"], [[s["name"], _setting(s["before"]), _setting(s["after"])] for s in settings])
+    view.heading("Totals")
     rows: list[Row] = []
     for name in TOTALS:
         row, (label, show) = found["totals"].get(name), labels.TOTALS[name]
@@ -42,18 +42,18 @@ def comparison_view(found: Found) -> Document:
             ratio = row["after"] / row["before"] - 1 if row["before"] else None
             rows.append([label, quantity(row["before"], show), quantity(row["after"], show),
                          units.signed_percent(ratio)])  # fmt: skip
-    made.table(["", "A", "B", "change"], rows)
-    _differences(made, "Step time by phase", found["phases"], units.seconds)
-    _differences(made, "Step time by kind of operation", found["kinds"], units.seconds)
+    view.table(["", "A", "B", "change"], rows)
+    _differences(view, "Step time by phase", found["phases"], units.seconds)
+    _differences(view, "Step time by kind of operation", found["kinds"], units.seconds)
     operations = [row | {"name": f"{row['name']} ({row['phase']})"} for row in found["operations"]]
-    _differences(made, "Operations that changed the most", operations[:MOST_OPERATIONS], units.seconds)
-    _differences(made, "Memory at the peak", found["memory"], units.bytes_)
+    _differences(view, "Operations that changed the most", operations[:MAX_OPERATIONS], units.seconds)
+    _differences(view, "Memory at the peak", found["memory"], units.bytes_)
     for side, sentence in zip("AB", found["bottlenecks"], strict=True):
-        made.text(f"{side}: {sentence}", role="dim")
-    return made
+        view.text(f"{side}: {sentence}", role="dim")
+    return view
 
 
-def _differences(made: Document, title: str, found: Sequence[Found], show: Print) -> None:
+def _differences(view: Document, title: str, found: Sequence[Found], show: Print) -> None:
     rows: list[Row] = []
     for row in found:
         if row["before"] is not None or row["after"] is not None:
@@ -61,8 +61,8 @@ def _differences(made: Document, title: str, found: Sequence[Found], show: Print
             rows.append([row["name"], *(quantity(row[side], show, "–") for side in ("before", "after")),
                          f"{'+' if change >= 0 else '−'}{show(abs(change))}"])  # fmt: skip
     if rows:
-        made.heading(title)
-        made.table(["", "A", "B", "difference"], rows)
+        view.heading(title)
+        view.table(["", "A", "B", "difference"], rows)
 
 
 def _setting(value: Any) -> str:
@@ -71,15 +71,15 @@ def _setting(value: Any) -> str:
 
 def runs_view(runs: Sequence[Found], curves: Mapping[str, Sequence[float]]) -> Document:
     """Return a table of runs, each with its losses as a sparkline."""
-    made = Document()
+    view = Document()
     rows: list[Row] = []
     for run in runs:
         name = run["run"] if run["state"] == "done" else f"{run['run']} ({run['state']})"
         figures = [_figure(column, run.get(column)) for column in COLUMNS]
         rows.append([name, run.get("model") or "", str(run.get("steps") or ""), *figures,
                      sparkline(curves.get(run["run"], ()))])  # fmt: skip
-    made.table(["run", "<model", "steps", *COLUMNS.values(), "<loss"], rows)
-    return made
+    view.table(["run", "<model", "steps", *COLUMNS.values(), "<loss"], rows)
+    return view
 
 
 def _figure(name: str, value: float | None) -> Cell:
@@ -99,18 +99,18 @@ def sparkline(values: Sequence[float], width: int = 12) -> str:
 
 def tuned_view(found: Found, path: str) -> Document:
     """Return the trials of tuning and the settings that it kept."""
-    made = Document()
+    view = Document()
     if found["trials"]:
         columns = ["remedy", "<change", "planned", "measured", "noise", "loss", "<"]
-        made.table(columns, map(_trial, found["trials"]))
+        view.table(columns, map(_trial, found["trials"]))
     kept, verdict = _settings(found["settings"]), "Nothing pays" if found["trials"] else "Nothing was tried"
-    made.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
+    view.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
                      f"{verdict}: kept as it is."))  # fmt: skip
-    made.text(
+    view.text(
         f"{found['runs']} short runs in {units.seconds(found['seconds'])}; {found['stopped']}. Gains are fractions of "
         f"the time per token, each against the unchanged config run before and after it. {path}", role="dim",
     )  # fmt: skip
-    return made
+    return view
 
 
 def _trial(trial: Found) -> Row:

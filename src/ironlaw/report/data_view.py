@@ -14,23 +14,23 @@ Pairs = Iterator[tuple[str, str]]
 
 def stats_view(stats: dict[str, Any]) -> Document:
     """Return all statistics of `data stats`."""
-    made = Document()
-    made.facts([*_sources(stats), *_splits(stats), *_tokens(stats), *_shards(stats)])
-    return made
+    view = Document()
+    view.facts([*_sources(stats), *_splits(stats), *_tokens(stats), *_shards(stats)])
+    return view
 
 
 def prepared_view(stats: dict[str, Any], reused: bool, config: str) -> Document:
     """Return the result of `data prepare`: the prepared data, and the next command."""
-    made = Document()
+    view = Document()
     train, validation = (stats["splits"][split] for split in ("train", "validation"))
     tokens = f"{units.count(train['tokens'])} training tokens in {units.count(train['documents'])} documents"
     held = f"{units.count(validation['tokens'])} held out in {units.count(validation['documents'])}"
     state = "was prepared already" if reused else "prepared"
-    made.facts(_sources(stats))
-    made.text(f"{stats['source']} {state}: {tokens}, {held}")
-    made.facts(_shards(stats, stages=not reused))
-    made.text(f"next        ironlaw train {config}")
-    return made
+    view.facts(_sources(stats))
+    view.text(f"{stats['source']} {state}: {tokens}, {held}")
+    view.facts(_shards(stats, stages=not reused))
+    view.text(f"next        ironlaw train {config}")
+    return view
 
 
 def _sources(stats: dict[str, Any]) -> Pairs:
@@ -92,15 +92,15 @@ def _lost(report: dict[str, Any]) -> str:
 
 def rows_view(rows: Iterable[dict[str, Any]]) -> Document:
     """Return the rows of a batch: the number and the text of each document."""
-    made = Document()
+    view = Document()
     for row in rows:
         padded = f", {row['padding']} of padding" if row["padding"] else ""
-        made.text(strong(f"row {row['row']}"), f"  {row['tokens']} tokens, {len(row['documents'])} documents{padded}")
+        view.text(strong(f"row {row['row']}"), f"  {row['tokens']} tokens, {len(row['documents'])} documents{padded}")
         for document in row["documents"]:
             text = document["text"] if document["text"] is not None else " ".join(map(str, document["ids"][:24]))
             head = f"{document['document']:>3}  {document['tokens']:>6} tokens  "
-            made.text(dim(head), _shortened(text), indent=2)
-    return made
+            view.text(dim(head), _shortened(text), indent=2)
+    return view
 
 
 def _shortened(text: str, length: int = 160) -> str:
@@ -146,13 +146,13 @@ def loaded_words(data: dict[str, Any]) -> str:
 
 def cache_view(folder: Path, entries: Sequence[Any]) -> Document:
     """Return the cache folders that `data clean` would remove (name, kind, source, bytes, days, busy)."""
-    made = Document()
+    view = Document()
     if not entries:
-        made.text(f"{folder}: nothing to remove")
-        return made
-    made.text(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
+        view.text(f"{folder}: nothing to remove")
+        return view
+    view.text(f"{folder}: {units.bytes_(sum(entry.bytes for entry in entries))}")
     for entry in entries:
         source = f" of {entry.source}" if entry.source else ""
         now = ", being made now: it stays" if entry.busy else f", unused for {entry.days:.0f} days"
-        made.text(f"{units.bytes_(entry.bytes):>9}  {entry.name}  ", dim(f"{entry.kind}{source}{now}"), indent=2)
-    return made
+        view.text(f"{units.bytes_(entry.bytes):>9}  {entry.name}  ", dim(f"{entry.kind}{source}{now}"), indent=2)
+    return view

@@ -1,9 +1,9 @@
 """The output of a verb, built once: headings, paragraphs, tables and charts. `terminal.py` and `page.py` render it.
 
-made = Document()
-made.heading("Step time by phase")
-made.table(["", "planned", "share", BAR], [["forward", quantity(0.1, units.seconds), "60%", Bar(0.6)]])
-made.text(good("Fits: "), "12 GiB of 16.")
+view = Document()
+view.heading("Step time by phase")
+view.table(["", "planned", "share", BAR], [["forward", quantity(0.1, units.seconds), "60%", Bar(0.6)]])
+view.text(good("Fits: "), "12 GiB of 16.")
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bar:
-    """A fraction of a whole. With `pair`, a page draws two bars, planned above measured, on the table's scale."""
+    """A fraction of a whole, which the row also has as a figure."""
 
     fraction: float | None
-    width: int = 16  # characters
-    pair: tuple[float | None, float | None, float, str] | None = None  # planned, measured, longest, description
+    width: int = 16  # characters of a terminal
 
 
 Piece = Cell | Bar | str
@@ -112,9 +111,9 @@ class NameList:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing for the page, made for a given width."""
+    """A drawing, shown on a page only."""
 
-    draw: Callable[[int], Markup]
+    drawing: Markup
     caption: str = ""
     legend: Sequence[tuple[str, str]] = ()  # style, name
 

@@ -11,8 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from ironlaw.files import write_text
-from ironlaw.report import svg
-from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Table, Title
+from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Title
 
 
 def render(document: Document, name: str, footer: str, refresh: int | None = None) -> str:
@@ -28,7 +27,7 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    filters = (_ticks, _code, _kinds, _column, _drawn, _key, _laid, _parted, _paired)
+    filters = (_ticks, _code, _kinds, _column, _key, _laid, _parted)
     environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
     page = environment.get_template("page.html.j2")
     return page.render(name=name, title=title, sections=sections, footer=footer, refresh=refresh)
@@ -76,16 +75,6 @@ def _laid(cells: Row, columns: Sequence[str]) -> tuple[list[Bar], list[tuple[str
     """Return the bars of a row, and its other cells with their columns' headings."""
     bars = [cell for cell in cells if isinstance(cell, Bar)]
     return bars, [(name, cell) for name, cell in zip(columns, cells, strict=True) if name != BAR]
-
-
-def _paired(table: Table) -> bool:
-    return any(isinstance(cell, Bar) and cell.pair for row in table.rows for cell in row)
-
-
-def _drawn(bar: Bar) -> Markup:
-    """Draw the bar, or the pair, below the name of its row. An unknown side has no bar."""
-    planned, measured, longest, words = bar.pair or (None, bar.fraction, 1.0, f"{100 * (bar.fraction or 0):.0f}%")
-    return svg.bar_pair(planned, measured, longest, words)
 
 
 def _key(style: str) -> Markup:

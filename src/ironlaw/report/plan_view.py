@@ -29,40 +29,40 @@ DERIVED = {
 
 def plan_view(ledger: Ledger, fits: bool) -> Document:
     """Return parameters, FLOPs, memory, time and energy of a planned run, each with its interval and origin."""
-    made, facts = Document(), ledger.facts
-    _title(made, facts)
+    view, facts = Document(), ledger.facts
+    _title(view, facts)
     catalogued = "accelerators" in facts
     shown = {name: labels.TOTALS[name] for name in (ON_ACCELERATORS if catalogued else PLANNED)}
-    totals(made, ledger, shown, absent=not catalogued)
-    made.heading("Memory at the peak" + (f": {facts['peak_at']}" if facts.get("peak_at") else ""))
+    totals(view, ledger, shown, absent=not catalogued)
+    view.heading("Memory at the peak" + (f": {facts['peak_at']}" if facts.get("peak_at") else ""))
     noted = ((line.component, line.bytes, line.note) for line in ledger.memory)
-    made.shares(((name, held, note or labels.meaning(name, units.bytes_)) for name, held, note in noted), units.bytes_)
-    made.heading("Step time by phase")
-    _shares(made, ledger.seconds_by_phase(), units.seconds)
-    made.heading("Step time by kind of operation")
+    view.shares(((name, held, note or labels.meaning(name, units.bytes_)) for name, held, note in noted), units.bytes_)
+    view.heading("Step time by phase")
+    _shares(view, ledger.seconds_by_phase(), units.seconds)
+    view.heading("Step time by kind of operation")
     kinds = sorted(ledger.seconds_by_kind().items(), key=lambda item: -item[1])
-    _shares(made, dict(kinds), units.seconds)
+    _shares(view, dict(kinds), units.seconds)
     resident = ledger.totals.get("resident_bytes")
     needed = units.bytes_(resident.value if resident else None)
     verdict = good("Fits: ") if fits else bad("Does not fit: ")
-    made.text(verdict, f"{needed} needed of {units.bytes_(facts.get('memory_bytes'))}.")
+    view.text(verdict, f"{needed} needed of {units.bytes_(facts.get('memory_bytes'))}.")
     if facts.get("precision"):
-        made.text(f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
+        view.text(f"Precision: {facts['precision']} ({facts.get('precision_reason', 'as configured')}).")
     if facts.get("attention") == "native":
-        made.text(f"Attention: Ironlaw's own kernel ({facts['attention_reason']}).")
+        view.text(f"Attention: Ironlaw's own kernel ({facts['attention_reason']}).")
     if facts.get("finetune"):
-        made.text(f"Fine-tuning: {facts['finetune']}.")
+        view.text(f"Fine-tuning: {facts['finetune']}.")
     if facts.get("data_supply"):
-        made.text(f"Data: {supply_words(facts['data_supply'])}")
-    made.text(
+        view.text(f"Data: {supply_words(facts['data_supply'])}")
+    view.text(
         f"{facts.get('intervals', 'Intervals held 80% of comparable runs')}. MFU: model FLOPs as a share of "
         f"{facts.get('peak_basis', 'the measured matmul rate of this machine')}. --why shows where each number comes "
         "from.", role="dim",
     )  # fmt: skip
-    return made
+    return view
 
 
-def _title(made: Document, facts: Mapping[str, Any]) -> None:
+def _title(view: Document, facts: Mapping[str, Any]) -> None:
     model = facts.get("model") or {}
     shape = [
         f"{model['layers']} layers × {model['hidden']}" if "layers" in model else "",
@@ -74,10 +74,10 @@ def _title(made: Document, facts: Mapping[str, Any]) -> None:
     ]
     count = f"{facts['accelerators']:,} x " if facts.get("accelerators", 1) > 1 else ""
     name = f"Plan of {model.get('name', 'a model')} on {count}{facts.get('machine', 'this machine')}"
-    made.title(name, below=", ".join(filter(None, shape)))
+    view.title(name, below=", ".join(filter(None, shape)))
 
 
-def totals(made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], absent: bool = True) -> None:
+def totals(view: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], absent: bool = True) -> None:
     """Add totals by name, (label, print format), with interval and origin. `absent`: also those not planned."""
     rows: list[Row] = []
     for name, (label, show) in shown.items():
@@ -89,35 +89,35 @@ def totals(made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]
             rows.append([label, figure, bounds, dim(str(estimate.origin))])
         elif absent:
             rows.append([label, dim(NOT_PLANNED), "", ""])
-    made.table(["", "planned", "80% interval", "<origin"], rows)
+    view.table(["", "planned", "80% interval", "<origin"], rows)
 
 
-def _shares(made: Document, parts: Mapping[Any, float | None], show: Print) -> None:
-    made.shares(((str(name), value, labels.meaning(str(name), show)) for name, value in parts.items()), show)
+def _shares(view: Document, parts: Mapping[Any, float | None], show: Print) -> None:
+    view.shares(((str(name), value, labels.meaning(str(name), show)) for name, value in parts.items()), show)
 
 
 def why_view(ledger: Ledger) -> Document:
     """Return every total with its formula, inputs and origin, then every operation behind the step time."""
-    made, facts = Document(), ledger.facts
-    made.heading("Where each number comes from")
+    view, facts = Document(), ledger.facts
+    view.heading("Where each number comes from")
     shown = {name: labels.TOTALS[name] for name in ledger.totals}
-    derivations(made, ledger, shown, _inputs(ledger))
-    for name, told in (("Precision", "precision"), ("Attention", "attention")):
-        if facts.get(f"{told}_reason"):
-            made.heading(f"{name}: {facts[told]}")
-            made.text(facts[f"{told}_reason"], indent=2)
+    derivations(view, ledger, shown, _inputs(ledger))
+    for name, key in (("Precision", "precision"), ("Attention", "attention")):
+        if facts.get(f"{key}_reason"):
+            view.heading(f"{name}: {facts[key]}")
+            view.text(facts[f"{key}_reason"], indent=2)
     for phase in Phase:
         lines = sorted(ledger.select(phase=phase), key=lambda line: -(line.seconds or 0.0))
         if lines:
-            made.heading(f"Operations of the {phase} phase, per step")
+            view.heading(f"Operations of the {phase} phase, per step")
             columns = ["operation", "<kind", "calls", "FLOPs", "moved", "time", "<bound"]
-            made.table(columns, map(_operation, lines))
-    made.text("bound: the ceiling that sets the time. FLOPs count matrix products only.", role="dim")
-    return made
+            view.table(columns, map(_operation, lines))
+    view.text("bound: the ceiling that sets the time. FLOPs count matrix products only.", role="dim")
+    return view
 
 
 def derivations(
-    made: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], inputs: Mapping[str, Iterable[str]]
+    view: Document, ledger: Ledger, shown: Mapping[str, tuple[str, Print]], inputs: Mapping[str, Iterable[str]]
 ) -> None:
     """Add for `--why` the formula, source totals and other inputs of every total, each with its origin."""
     for name, (label, show) in shown.items():
@@ -131,9 +131,9 @@ def derivations(
         ]
         bounds = between((estimate.low, estimate.high), show)
         tail = f"  [{estimate.origin}]" + (f"  {bounds}" if bounds else "")
-        made.heading(f"{label}: {show(estimate.value)}", level=3, tail=tail)
-        made.text(f"= {estimate.basis}", indent=2)
-        made.items([*others, *inputs.get(name, ())], indent=4, role="dim")
+        view.heading(f"{label}: {show(estimate.value)}", level=3, tail=tail)
+        view.text(f"= {estimate.basis}", indent=2)
+        view.items([*others, *inputs.get(name, ())], indent=4, role="dim")
 
 
 def model_inputs(model: Mapping[str, Any], origin: str) -> list[str]:

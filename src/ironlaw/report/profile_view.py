@@ -28,20 +28,20 @@ MATMULS = {
 
 def profile_view(profile: Any, slowdown: Mapping[str, float]) -> Document:
     """Return the ceilings of a machine profile. `slowdown`: kind of kernel -> typical time over the best."""
-    made = Document()
+    view = Document()
     versions = ", ".join(f"{name} {version}" for name, version in profile.versions.items())
     measured = f"measured {profile.created[:16].replace('T', ' ')} with {versions}"
-    made.title(f"{profile.name} ({profile.device}, {profile.threads} threads)", below=measured)
-    _singles(made, profile, slowdown)
-    _matmul(made, profile)
-    _attention(made, "Causal attention by PyTorch's fused kernel, per unmasked score", profile.attention)
+    view.title(f"{profile.name} ({profile.device}, {profile.threads} threads)", below=measured)
+    _singles(view, profile, slowdown)
+    _matmul(view, profile)
+    _attention(view, "Causal attention by PyTorch's fused kernel, per unmasked score", profile.attention)
     if profile.native_attention:
-        _attention(made, "The same by Ironlaw's own kernel", profile.native_attention)
-    _streaming(made, profile)
-    return made
+        _attention(view, "The same by Ironlaw's own kernel", profile.native_attention)
+    _streaming(view, profile)
+    return view
 
 
-def _singles(made: Document, profile: Any, slowdown: Mapping[str, float]) -> None:
+def _singles(view: Document, profile: Any, slowdown: Mapping[str, float]) -> None:
     bare, small = "that takes a training step of almost nothing", "dispatch from Python"
     if profile.device != "cpu":
         bare, small = (
@@ -58,7 +58,7 @@ def _singles(made: Document, profile: Any, slowdown: Mapping[str, float]) -> Non
         *((f"Interference, {kind}", ratio, "{:.2f} x".format, "typical time over the best; neighbours, other programs")
           for kind, ratio in slowdown.items()),
     )  # fmt: skip
-    made.table(
+    view.table(
         ["", "measured", "<what it is"],
         [[name, quantity(value, show, role="strong"), dim(meaning)] for name, value, show, meaning in rows],
     )
@@ -68,8 +68,8 @@ def _bytes_rate(value: float | None) -> str:
     return units.rate(value, "B")
 
 
-def _matmul(made: Document, profile: Any) -> None:
-    made.heading("Matrix products at their best")
+def _matmul(view: Document, profile: Any) -> None:
+    view.heading("Matrix products at their best")
     products = {**profile.matmul, **({"fp32 by oneDNN": profile.onednn} if profile.onednn else {})}
     fits = [(kernel, precision, fit) for precision, row in products.items() for kernel, fit in row.items()]
     best = max((fit.peak_flops_per_second for _, _, fit in fits), default=1.0)
@@ -78,31 +78,31 @@ def _matmul(made: Document, profile: Any) -> None:
         peak = strong(units.rate(fit.peak_flops_per_second, "FLOP"))
         rows.append([MATMULS.get(kernel, kernel), precision, peak, units.seconds(fit.fixed_seconds),
                      units.percent(fit.error), Bar(fit.peak_flops_per_second / best, width=8)])  # fmt: skip
-    made.table(
+    view.table(
         ["product", "<precision", "large ones", "fixed cost", "fit error", BAR], rows,
         caption="fit error: median difference between the fitted formula and its own points",
     )  # fmt: skip
 
 
-def _attention(made: Document, title: str, measured: Attention) -> None:
-    made.heading(title)
+def _attention(view: Document, title: str, measured: Attention) -> None:
+    view.heading(title)
     columns = {f"{p} {d}": {(t, s): seconds for t, s, seconds in points}
                for p, row in measured.items() for d, points in row.items()}  # fmt: skip
     sizes = sorted({key for column in columns.values() for key in column})
     rows = [[str(tokens), str(size), *(units.seconds(column.get((tokens, size))) for column in columns.values())]
             for tokens, size in sizes]  # fmt: skip
-    made.table(["tokens", "head size", *columns], rows)
+    view.table(["tokens", "head size", *columns], rows)
 
 
-def _streaming(made: Document, profile: Any) -> None:
-    made.heading("Streaming kernels at their largest size, least traffic per second")
+def _streaming(view: Document, profile: Any) -> None:
+    view.heading("Streaming kernels at their largest size, least traffic per second")
     kernels = dict.fromkeys(kernel for row in profile.curves.values() for kernel in row)
     rows = [
         [kernel.replace("_", " "), *(_bandwidth(kernel, p, row.get(kernel)) for p, row in profile.curves.items())]
         for kernel in kernels
     ]
     caption = "–: runs in fp32 only, or its traffic depends on the data"
-    made.table(["kernel", *profile.curves], rows, caption=caption)
+    view.table(["kernel", *profile.curves], rows, caption=caption)
 
 
 def _bandwidth(kernel: str, precision: str, curve: Any) -> str:

@@ -13,8 +13,8 @@ from ironlaw.report import svg
 from ironlaw.report.document import BAR, Bar, Cards, Cell, Chart, Document, Print, Row, dim, quantity, strong
 
 Found = Mapping[str, Any]
-MOST_LISTED = 12  # rows listed individually; the JSON has all
-SEEN = 0.95  # remaining share of the prior's spread, above which the runs tell nothing about a constant
+MAX_LISTED = 12  # rows listed individually; the JSON has all
+UNINFORMED_SPREAD = 0.95  # remaining share of the prior's spread, above which the runs tell nothing about a constant
 EXPLAINED = {
     "time": (
         "Step time, planned against measured",
@@ -30,7 +30,7 @@ EXPLAINED = {
 # Kind of error -> planned key, measured key, how values and ticks are printed, base in which ticks are round.
 QUANTITIES: dict[str, tuple[str, str, Print, Callable[[float], str], int]] = {
     "time": ("predicted_step_seconds", "step_seconds", units.seconds, svg.short_seconds, 10),
-    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, svg.short_bytes, 2),
+    "memory": ("predicted_peak_bytes", "peak_bytes", units.bytes_, lambda v: svg.short(units.bytes_(v)), 2),
 }
 SERVED = {
     "tpot_seconds": "Time per output token", "ttft_seconds": "Time to the first token",
@@ -49,25 +49,25 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def record_view(found: Found) -> Document:
     """Return the view of a document of `Record.to_json`."""
-    made, overall = Document(), found["overall"]
+    view, overall = Document(), found["overall"]
     planned = overall["n"] - overall["not_planned"]
     profile = f" with the profile {found['profile']}" if found.get("profile") else ""
     source = Path(found.get("runs") or "measured runs").name
-    made.title(_headline(overall["time"]), above=f"{source}: {overall['n']} runs, {planned} planned{profile}")
-    made.add(Cards(_cards(overall, planned)))
+    view.title(_headline(overall["time"]), above=f"{source}: {overall['n']} runs, {planned} planned{profile}")
+    view.add(Cards(_cards(overall, planned)))
     for key in ("time", "memory"):
-        _errors(made, found, key)
-    _ranking(made, found)
-    _feasibility(made, found)
-    _failed(made, [row for row in found["rows"] if not row["ran"]])
-    _worst(made, found["rows"])
-    _not_planned(made, found["not_planned"])
-    _assumed(made, found["rows"])
+        _errors(view, found, key)
+    _ranking(view, found)
+    _feasibility(view, found)
+    _failed(view, [row for row in found["rows"] if not row["ran"]])
+    _worst(view, found["rows"])
+    _not_planned(view, found["not_planned"])
+    _assumed(view, found["rows"])
     generic = sum(row["engine"] == "generic" for row in found["rows"])
     if generic:
         text = f"{generic} runs are of software without constants of its own: planned with the generic engine's."
-        made.text(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.", role="dim")
-    return made
+        view.text(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.", role="dim")
+    return view
 
 
 def _headline(errors: Found) -> str:
@@ -99,20 +99,20 @@ def _with_all(found: Found) -> list[tuple[str, Found]]:
     return [*groups, ("all", found["overall"])] if len(groups) > 1 else groups
 
 
-def _errors(made: Document, found: Found, key: str) -> None:
+def _errors(view: Document, found: Found, key: str) -> None:
     entries = [(name, entry[key]) for name, entry in _with_all(found) if entry[key]["n"]]
     title, meaning = EXPLAINED[key]
-    made.heading(f"{title}: error in percent")
+    view.heading(f"{title}: error in percent")
     if not entries:
-        made.text("No run gives it, or none that could be planned.", indent=2, role="dim")
+        view.text("No run gives it, or none that could be planned.", indent=2, role="dim")
         return
-    made.add(_plot(found, key))
+    view.add(_plot(found, key))
     rows: list[Row] = []
     for name, e in entries:
         baseline = [dim(percent(e["baseline"][which])) for which in ("median", "mean")]
         rows.append([*_error(name, e), *baseline, percent(e["coverage"], 0)])
     columns = ["group", "runs", "median", "mean", "p90", "~bias", "~baseline: median", "mean", "~in interval"]
-    made.table(columns, rows, caption=meaning)
+    view.table(columns, rows, caption=meaning)
 
 
 def _error(name: str, errors: Found) -> Row:
@@ -142,15 +142,15 @@ def _plot(found: Found, key: str) -> Chart:
         "One mark per run, logarithmic axes. On the diagonal the plan is right; above it the plan is too "
         f"{'slow' if key == 'time' else 'large'}. The band is ±10%. Hold the pointer over a mark for the run."
     )
-    return Chart(lambda width: drawing, caption, [(svg.legend_mark(indices[name]), name) for name in clouds])
+    return Chart(drawing, caption, [(svg.legend_mark(indices[name]), name) for name in clouds])
 
 
-def _ranking(made: Document, found: Found) -> None:
+def _ranking(view: Document, found: Found) -> None:
     entries = [(name, entry["regret"]) for name, entry in _with_all(found) if entry["regret"]["n"]]
     if not entries:
         return
-    made.heading("Choosing the layout, where a group varies it on the same work: percent")
-    made.table(
+    view.heading("Choosing the layout, where a group varies it on the same work: percent")
+    view.table(
         ["group", "choices", "throughput of the pick over the best", "worst choice", "rank correlation"],
         [[name, str(e["n"]), percent(e["mean"]), percent(e["worst"]), percent(e["rank_correlation"])]
          for name, e in entries],
@@ -158,8 +158,8 @@ def _ranking(made: Document, found: Found) -> None:
     )  # fmt: skip
 
 
-def _feasibility(made: Document, found: Found) -> None:
-    made.heading("Does it fit?")
+def _feasibility(view: Document, found: Found) -> None:
+    view.heading("Does it fit?")
     rows: list[Row] = []
     plain = 0
     for name, entry in _with_all(found):
@@ -173,21 +173,21 @@ def _feasibility(made: Document, found: Found) -> None:
                      str(fits["failed_denied"])])  # fmt: skip
     columns = ["group", "ran: said to fit", "ran: denied", "failed: said to fit", "failed: denied"]
     caption = f"In {plain} more groups every run ran and is said to fit." if plain else ""
-    made.table(columns, rows, caption=caption)
+    view.table(columns, rows, caption=caption)
 
 
-def _failed(made: Document, failed: Sequence[Found]) -> None:
+def _failed(view: Document, failed: Sequence[Found]) -> None:
     """Add the failed runs by planned peak over the limit: above 100% out of memory is likely, below it a crash."""
     if not failed:
         return
-    made.heading(f"The {len(failed)} failed runs, by planned peak over what the device can hand out")
+    view.heading(f"The {len(failed)} failed runs, by planned peak over what the device can hand out")
     classes = zip(*over_limit(failed), strict=True)
-    made.table(["planned peak", "runs", BAR], [[name, str(n), Bar(n / len(failed), width=30)] for name, n in classes])
+    view.table(["planned peak", "runs", BAR], [[name, str(n), Bar(n / len(failed), width=30)] for name, n in classes])
     nearest = sorted(failed, key=lambda row: abs(row["over_limit"] - 1))
     listed = [f"{row['id']} {100 * row['over_limit']:.0f}%" for row in nearest]
-    made.text(f"Nearest to the limit: {', '.join(listed[:MOST_LISTED])}", indent=2, role="dim")
-    made.text("Why they failed is not known: below the limit a crash is as likely.", indent=2, role="dim")
-    made.fold("Every failed run").text(", ".join(listed), role="dim")
+    view.text(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2, role="dim")
+    view.text("Why they failed is not known: below the limit a crash is as likely.", indent=2, role="dim")
+    view.fold("Every failed run").text(", ".join(listed), role="dim")
 
 
 def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
@@ -199,13 +199,13 @@ def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
     return ["under 50%", *middle, "above 200%"], counts
 
 
-def worst_rows(rows: Sequence[Found], count: int = MOST_LISTED) -> list[Found]:
+def worst_rows(rows: Sequence[Found], count: int = MAX_LISTED) -> list[Found]:
     """Return the runs with the largest errors of step time."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
     return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
 
 
-def _worst(made: Document, rows: Sequence[Found]) -> None:
+def _worst(view: Document, rows: Sequence[Found]) -> None:
     cells: list[Row] = []
     for row in worst_rows(rows):
         planned, measured = row["predicted_step_seconds"], row["step_seconds"]
@@ -213,43 +213,43 @@ def _worst(made: Document, rows: Sequence[Found]) -> None:
         cells.append([Cell(row["id"], note=what), quantity(planned, units.seconds), quantity(measured, units.seconds),
                       f"{100 * (planned / measured - 1):+.0f}%"])  # fmt: skip
     if cells:
-        page = made.fold()
+        page = view.fold()
         page.heading("Missed most")
         page.table(["run", "planned", "measured", "error"], cells)
 
 
-def _not_planned(made: Document, missing: Sequence[Found]) -> None:
+def _not_planned(view: Document, missing: Sequence[Found]) -> None:
     if not missing:
         return
-    made.heading(f"{len(missing)} runs could not be planned")
+    view.heading(f"{len(missing)} runs could not be planned")
     reasons: dict[str, list[str]] = {}
     for entry in missing:
         reasons.setdefault(entry["reason"], []).append(entry["id"])
     rows = []
-    for reason, ids in sorted(reasons.items(), key=lambda pair: -len(pair[1]))[:MOST_LISTED]:
+    for reason, ids in sorted(reasons.items(), key=lambda pair: -len(pair[1]))[:MAX_LISTED]:
         more = f" and {len(ids) - 3} more" if len(ids) > 3 else ""
         rows.append([str(len(ids)), reason, ", ".join(ids[:3]) + more])
-    rest = len(reasons) - MOST_LISTED
-    made.table(["runs", "<reason", "<which"], rows,
+    rest = len(reasons) - MAX_LISTED
+    view.table(["runs", "<reason", "<which"], rows,
                caption=f"and {rest} more reasons: --json lists every row" if rest > 0 else "")  # fmt: skip
-    every = made.fold("Every one of them")
+    every = view.fold("Every one of them")
     every.table(["run", "<reason"], [[entry["id"], entry["reason"]] for entry in missing])
 
 
-def _assumed(made: Document, rows: Sequence[Found]) -> None:
+def _assumed(view: Document, rows: Sequence[Found]) -> None:
     """Add the assumptions made for incomplete rows, with the number of runs."""
     counts = Counter(text for row in rows for text in row["assumed"])
     if counts:
-        folded = made.fold("What was assumed for rows that leave something open")
+        folded = view.fold("What was assumed for rows that leave something open")
         folded.table(["assumed", "runs"], [[text, str(count)] for text, count in counts.most_common()])
 
 
 def calibration_view(found: Found) -> Document:
     """Return the view of a document of `Calibration.to_json`, extended by profile name and rows not planned: constants
     before and after with their meaning, and their errors."""
-    made, errors = Document(), found["errors"]
-    made.heading(f"Profile {found['profile']}, from {found['start']} and {found['runs']} runs")
-    made.table(
+    view, errors = Document(), found["errors"]
+    view.heading(f"Profile {found['profile']}, from {found['start']} and {found['runs']} runs")
+    view.table(
         ["mean error of step time", "<"],
         [
             [quantity(errors[name], units.percent, role="strong"), label]
@@ -261,38 +261,38 @@ def calibration_view(found: Found) -> Document:
         ],
     )
     if not found["improved"]:
-        made.text(
+        view.text(
             "With runs left out the calibrated constants did no better than those it started from, so these are kept "
             "as they were.", role="caution",
         )  # fmt: skip
-    made.heading("Constants")
+    view.heading("Constants")
     rows: list[Row] = []
-    for one in (c for c in found["constants"] if c["spread"] < SEEN):
+    for one in (c for c in found["constants"] if c["spread"] < UNINFORMED_SPREAD):
         unit = "ratio" if one["unit"] == "1" else one["unit"]
         rows.append([one["name"], f"{one['before']:.3g}", strong(f"{one['after']:.3g}"), unit, one["meaning"]])
-    made.table(["constant", "before", "after", "<unit", "<what it stands for"], rows)
-    unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= SEEN)
+    view.table(["constant", "before", "after", "<unit", "<what it stands for"], rows)
+    unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= UNINFORMED_SPREAD)
     if unseen:
-        made.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
+        view.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
     for entry in found["not_planned"]:
-        made.text(f"Not used: {entry['id']}: {entry['reason']}", role="dim")
-    return made
+        view.text(f"Not used: {entry['id']}: {entry['reason']}", role="dim")
+    return view
 
 
 def serving_record_view(found: Found) -> Document:
     """Return the serving planner's record: its errors on measured servers."""
-    made = Document()
+    view = Document()
     for name, title in SERVED.items():
         groups = {group: errors[name] for group, errors in found["groups"].items() if name in errors}
         if groups:
-            made.heading(f"{title}, planned against measured: error in percent")
+            view.heading(f"{title}, planned against measured: error in percent")
             rows: list[Row] = []
             for group, e in [*groups.items(), ("all", found["overall"][name])]:
                 rows.append([*_error(group, e), dim(percent(e["baseline_median"])), percent(e["in_interval"], 0)])
-            made.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
-    made.text(
+            view.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
+    view.text(
         "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
         "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
     )  # fmt: skip
-    _not_planned(made, found["not_planned"])
-    return made
+    _not_planned(view, found["not_planned"])
+    return view

@@ -32,36 +32,35 @@ from ironlaw.report.document import (
 )
 
 Found = Mapping[str, Any]
-MOST_OPERATIONS, MOST_GROUPS = 8, 12
+MAX_OPERATIONS, MAX_GROUPS = 8, 12
 CARDS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes")
 FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
 
 
 def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> Document:
     """Return the whole explanation, the most important first. `metrics`: steps of `metrics.jsonl`, for the curves."""
-    made, time = Document(), found["time"]
-    _headline(made, found)
-    _remedies(made, found)
-    _waterfall(made, found.get("waterfall"))
-    made.heading("Plan beside run")
-    _totals(made, found)
-    made.heading("Step time by phase")
-    _composition(made, time)
+    view, time = Document(), found["time"]
+    _headline(view, found)
+    _remedies(view, found)
+    _waterfall(view, found.get("waterfall"))
+    view.heading("Plan beside run")
+    _totals(view, found)
+    view.heading("Step time by phase")
     unnamed = {"name": "unattributed", "planned": None, "measured": time["unattributed_seconds"], "error": None}
-    _parts(made, [*time["phases"], unnamed], time["step"], units.seconds)
-    made.heading("Step time by kind of operation")
-    _parts(made, [*time["kinds"], unnamed] if time["kinds"] else [], time["step"], units.seconds)
-    _operations(made, time["operations"])
-    _recorded(made, found)
-    _memory(made, found)
-    _ranks(made, found.get("ranks"))
-    _wall(made, time.get("wall"))
-    _how(made, found["facts"])
-    _energy(made, found.get("energy_use"))
-    _curves(made, found, metrics)
-    _accuracy(made, found)
-    _provenance(made, found, config)
-    return made
+    _parts(view, [*time["phases"], unnamed], time["step"], units.seconds)
+    view.heading("Step time by kind of operation")
+    _parts(view, [*time["kinds"], unnamed] if time["kinds"] else [], time["step"], units.seconds)
+    _operations(view, time["operations"])
+    _recorded(view, found)
+    _memory(view, found)
+    _ranks(view, found.get("ranks"))
+    _wall(view, time.get("wall"))
+    _how(view, found["facts"])
+    _energy(view, found.get("energy_use"))
+    _curves(view, found, metrics)
+    _accuracy(view, found)
+    _provenance(view, found, config)
+    return view
 
 
 def page_name(found: Found) -> str:
@@ -72,20 +71,20 @@ def _model(found: Found) -> str:
     return str((found["facts"]["plan"].get("model") or {}).get("name", "a model"))
 
 
-def _headline(made: Document, found: Found) -> None:
+def _headline(view: Document, found: Found) -> None:
     diagnosis, run = found["diagnosis"], found["facts"]["run"]
     finished = f", {run['finished'][:16].replace('T', ' ')}" if run.get("finished") else ""
     where = f" on {run['machine']}" if run.get("machine") else ""
     style = "strong" if diagnosis["healthy"] or diagnosis["abstained"] else "caution"
     above = f"Run {found['run']}: {_model(found)}{where}{finished}"
-    made.title(strong("Bottleneck: "), Cell(found["bottleneck"], style), above=above)
+    view.title(strong("Bottleneck: "), Cell(found["bottleneck"], style), above=above)
     others = [f["sentence"] for f in diagnosis["findings"] if f["fault"] and f["sentence"] != found["bottleneck"]]
     helps = [f"What helps: {diagnosis['advice']}."] if diagnosis["advice"] else []
-    made.items([*diagnosis["evidence"], *helps, *(f"Also: {sentence}" for sentence in others)])
+    view.items([*diagnosis["evidence"], *helps, *(f"Also: {sentence}" for sentence in others)])
     if not diagnosis["abstained"]:
         healthy = " No fault found." if diagnosis["healthy"] else ""
         words = f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}"
-        made.text(words, indent=2, role="dim")
+        view.text(words, indent=2, role="dim")
     cards = []
     for name in CARDS:
         row, (label, show) = _dig(found, labels.EXPLAINED[name][0]) or {}, labels.TOTALS[name]
@@ -93,7 +92,7 @@ def _headline(made: Document, found: Found) -> None:
         cards.append((label, quantity(row.get("measured"), show).text, beside))
     loss, unigram = (quantity(found["losses"].get(name), "{:.3f}".format) for name in ("validation", "unigram"))
     cards.append(("Validation loss", loss.text, f"nats/token; unigram model {unigram.text}"))
-    made.add(Cards(cards))
+    view.add(Cards(cards))
 
 
 def _dig(found: Found, path: tuple[str, ...]) -> Any:
@@ -104,14 +103,14 @@ def _dig(found: Found, path: tuple[str, ...]) -> Any:
     return value
 
 
-def _remedies(made: Document, found: Found) -> None:
-    made.heading("What to change next")
-    made.text(found["remedies_note"], indent=2, role="dim" if found["remedies"] else "")
+def _remedies(view: Document, found: Found) -> None:
+    view.heading("What to change next")
+    view.text(found["remedies_note"], indent=2, role="dim" if found["remedies"] else "")
     for number, remedy in enumerate(found["remedies"], 1):
-        made.text(strong(f"{number}. {remedy['title']}"), indent=2)
-        made.text("; ".join(_gains(remedy)) + f" ({remedy['basis']})", indent=5)
-        made.text(f"Risk: {remedy['risk']}.", indent=5)
-        made.text(Cell(remedy["apply"], "code"), indent=5)
+        view.text(strong(f"{number}. {remedy['title']}"), indent=2)
+        view.text("; ".join(_gains(remedy)) + f" ({remedy['basis']})", indent=5)
+        view.text(f"Risk: {remedy['risk']}.", indent=5)
+        view.text(Cell(remedy["apply"], "code"), indent=5)
 
 
 def _gains(remedy: Found) -> list[str]:
@@ -129,17 +128,17 @@ def _gains(remedy: Found) -> list[str]:
     return [*facts, remedy["effect"]]
 
 
-def _waterfall(made: Document, fall: Found | None) -> None:
+def _waterfall(view: Document, fall: Found | None) -> None:
     """Add the time lost to each cause, from the step at the hardware's peak to the measured one, if it is known."""
     if not fall or not fall["step_seconds"] or not any(d["seconds"] for d in fall["drops"]):
         return
-    made.heading("From the hardware's ceiling to this step")
+    view.heading("From the hardware's ceiling to this step")
     step, ideal = fall["step_seconds"], fall["ideal_seconds"]
     peak = units.rate(fall["peak_flops_per_second"], "FLOP")
     caption = "No plan: where the measured step went."
     if ideal:
         caption = f"The model's FLOPs at {peak} would take {units.seconds(ideal)}; every bar adds what one cause costs."
-    made.add(Chart(lambda width: charts.waterfall(fall, width), caption))
+    view.add(Chart(charts.waterfall(fall), caption))
     rows: list[Row] = []
     if ideal is not None:
         cells = (units.seconds(ideal), units.percent(ideal / step), "100.0%", Bar(ideal / step))
@@ -155,7 +154,7 @@ def _waterfall(made: Document, fall: Found | None) -> None:
         f"MFU {units.percent(fall['mfu'])}, HFU {units.percent(fall['hfu'])} (recomputation counted). "
     )  # fmt: skip
     why = "Derived: from the plan's curves for these shapes; the others are read off clocks and the profile."
-    made.table(["", "seconds", "~of the step", "utilisation left", BAR], rows, total, caption=rates + why)
+    view.table(["", "seconds", "~of the step", "utilisation left", BAR], rows, total, caption=rates + why)
 
 
 def _difference(seconds: float, least: float = 0.0) -> str:
@@ -164,7 +163,7 @@ def _difference(seconds: float, least: float = 0.0) -> str:
     return sign + units.seconds(0.0 if abs(seconds) < least else abs(seconds))
 
 
-def _totals(made: Document, found: Found) -> None:
+def _totals(view: Document, found: Found) -> None:
     rows: list[Row] = []
     for name, (path, counted) in labels.EXPLAINED.items():
         row, (label, show) = _dig(found, path), labels.TOTALS[name]
@@ -175,7 +174,7 @@ def _totals(made: Document, found: Found) -> None:
             for side, absent in (("planned", NOT_PLANNED), ("measured", NOT_MEASURED))
         )
         rows.append([Cell(label, note=counted), planned, measured, labels.error(row["error"])])
-    made.table(
+    view.table(
         ["", "planned", "measured", "plan error"], rows,
         caption="Plan error = (planned − measured) / measured. Below a figure: 80% of comparable runs (planned), 80% "
         "of the steps (measured). MFU: model FLOPs as a share of the machine's measured matmul rate. Total time: "
@@ -183,30 +182,16 @@ def _totals(made: Document, found: Found) -> None:
     )  # fmt: skip
 
 
-def _composition(made: Document, time: Found) -> None:
-    """Add the step as one bar per side: by kind of operation if operations were timed, otherwise by phase."""
-    rows = time["kinds"] if any(row["measured"] is not None for row in time["kinds"]) else time["phases"]
-    if not any(time["step"][side] for side in ("planned", "measured")):
-        return
-    names = [row["name"] for row in rows if row["planned"] is not None or row["measured"] is not None]
-    legend = [(f"part-{name}", name) for name in [*names, "unattributed"]]
-    caption = "One step, planned and measured, on the same scale."
-    made.add(Chart(lambda width: charts.composition(rows, time), caption, legend))
-
-
-def _parts(made: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
+def _parts(view: Document, rows: Sequence[Found], whole: Found, show: Print) -> None:
     """Add the parts of a whole, planned and measured, with their shares of the measured (or planned) whole."""
     side = "measured" if whole["measured"] is not None else "planned"
-    longest = max((row[s] or 0.0 for row in rows for s in ("planned", "measured")), default=0.0)
     cells: list[Row] = []
     for row in rows:
         share = row[side] / whole[side] if row[side] is not None and whole[side] else None
-        words = f"{row['name']}: planned {show(row['planned'])}, measured {show(row['measured'])}"
-        pair = Bar(share, pair=(row["planned"], row["measured"], longest, words))
         name = Cell(row["name"], note=labels.meaning(row["name"], show))
-        cells.append([name, *_both(row, show), units.percent(share), pair])
+        cells.append([name, *_both(row, show), units.percent(share), Bar(share)])
     total: Row = [strong("total"), *_both(whole, show), "", ""]
-    made.table(["part", "planned", "measured", "plan error", "~share", BAR], cells, total)
+    view.table(["part", "planned", "measured", "plan error", "~share", BAR], cells, total)
 
 
 def _both(row: Found, show: Print) -> list[Cell]:
@@ -215,15 +200,15 @@ def _both(row: Found, show: Print) -> list[Cell]:
     return [quantity(row["planned"], show, NOT_PLANNED), quantity(row["measured"], show), error]
 
 
-def _operations(made: Document, operations: Sequence[Found]) -> None:
+def _operations(view: Document, operations: Sequence[Found]) -> None:
     timed = [row for row in operations if row["measured"] is not None]
     rows = [_operation(row) for row in timed]
     columns = ["operation", "<~kind", "<phase", "planned", "measured", "difference"]
     if rows:
-        made.heading(f"The {len(rows[:MOST_OPERATIONS])} operations furthest from the plan, per step")
-        made.table(columns, rows[:MOST_OPERATIONS])
-    if len(rows) > MOST_OPERATIONS or (operations and not timed):
-        listed = made.fold(f"All {len(operations)} operations")
+        view.heading(f"The {len(rows[:MAX_OPERATIONS])} operations furthest from the plan, per step")
+        view.table(columns, rows[:MAX_OPERATIONS])
+    if len(rows) > MAX_OPERATIONS or (operations and not timed):
+        listed = view.fold(f"All {len(operations)} operations")
         listed.table(columns, rows or [_operation(row) for row in operations])
 
 
@@ -236,45 +221,45 @@ def _operation(row: Found) -> Row:
     return [name, row["kind"], row["phase"], planned, measured, gap]
 
 
-def _recorded(made: Document, found: Found) -> None:
-    line, roof, page = found.get("timeline"), found.get("roofline"), made.fold()
+def _recorded(view: Document, found: Found) -> None:
+    line, roof, page = found.get("timeline"), found.get("roofline"), view.fold()
     if line and line["segments"]:
         page.heading(f"One recorded step, {units.seconds(line['seconds'])} under the profiler")
         caption = "The profiler slows small steps: read what follows what, not how long it takes."
-        page.add(Chart(lambda width: charts.timeline(line, width), caption))
+        page.add(Chart(charts.timeline(line), caption))
     if roof:
         page.heading("Roofline")
         ceilings = " and ".join(
             (units.rate(roof["peak_flops_per_second"], "FLOP"), units.rate(roof["copy_bytes_per_second"], "B"))
         )
         caption = f"Each operation under the machine's two ceilings: {ceilings}. Larger circles take more time."
-        page.add(Chart(lambda width: charts.roofline(roof, width), caption))
+        page.add(Chart(charts.roofline(roof), caption))
 
 
-def _memory(made: Document, found: Found) -> None:
+def _memory(view: Document, found: Found) -> None:
     if not found["memory"]["components"]:
         return
     at = found["facts"]["plan"].get("peak_at")
-    made.heading("Memory at the peak" + (f", planned at: {at}" if at else ""))
-    _parts(made, found["memory"]["components"], found["memory"]["peak"], units.bytes_)
+    view.heading("Memory at the peak" + (f", planned at: {at}" if at else ""))
+    _parts(view, found["memory"]["components"], found["memory"]["peak"], units.bytes_)
     groups, curve = found.get("memory_groups") or {}, found.get("memory_curve")
-    page = made.fold()
+    page = view.fold()
     if groups:
         page.table(
             ["part of the model", "bytes"],
-            [[name, quantity(size, units.bytes_)] for name, size in list(groups.items())[:MOST_GROUPS]],
+            [[name, quantity(size, units.bytes_)] for name, size in list(groups.items())[:MAX_GROUPS]],
             caption="Allocated in the step and alive at the peak, by the part of the model that allocated it.",
         )
     if curve:
-        page.add(Chart(lambda width: charts.memory(curve, width), "Tensors alive over the recorded steps."))
+        page.add(Chart(charts.memory(curve), "Tensors alive over the recorded steps."))
 
 
-def _ranks(made: Document, ranks: Found | None) -> None:
+def _ranks(view: Document, ranks: Found | None) -> None:
     """Add communication by collective and dimension, memory by stage, and the slowest rank of each phase."""
     if not ranks:
         return
-    made.heading(f"Communication of {ranks['ranks']} ranks, of a mean rank and step")
-    made.table(
+    view.heading(f"Communication of {ranks['ranks']} ranks, of a mean rank and step")
+    view.table(
         ["collective", "bytes planned", "bytes sent", "exposed planned", "exposed", "hidden", "calls"],
         [
             [row["name"], quantity(row["planned_bytes"], units.bytes_, NOT_PLANNED),
@@ -287,7 +272,7 @@ def _ranks(made: Document, ranks: Found | None) -> None:
         caption="Exposed: the rank only waited, for the transfer or for a rank that was not there yet. Hidden: under "
         "way while it computed. Waiting for a neighbour's message includes a pipeline's idle time.",
     )  # fmt: skip
-    made.table(
+    view.table(
         ["phase", "fastest rank", "took", "slowest rank", "took "],
         [
             [row["phase"], str(row["fastest_rank"]), units.seconds(row["fastest_seconds"]), str(row["slowest_rank"]),
@@ -297,47 +282,47 @@ def _ranks(made: Document, ranks: Found | None) -> None:
     )  # fmt: skip
     if ranks["memory"]:
         rows: list[Row] = [[str(row["position"]), *_both(row, units.bytes_)] for row in ranks["memory"]]
-        made.table(["stage", "held, planned", "held", "plan error"], rows)
+        view.table(["stage", "held, planned", "held", "plan error"], rows)
 
 
-def _wall(made: Document, wall: Found | None) -> None:
+def _wall(view: Document, wall: Found | None) -> None:
     if not wall:
         return
-    made.heading("Wall time of the training command")
+    view.heading("Wall time of the training command")
     parts = ((labels.WALL.get(name, name), seconds, "") for name, seconds in wall.items())
-    made.shares(parts, units.seconds, side="measured", meanings=False)
+    view.shares(parts, units.seconds, side="measured", meanings=False)
 
 
-def _how(made: Document, facts: Found) -> None:
+def _how(view: Document, facts: Found) -> None:
     """Add the attention kernel that ran, and the loader's possible rate."""
     run, supply = facts["run"], facts["plan"].get("data_supply")
     data = run.get("data") or {}
     if not run.get("attention") and not data.get("tokens_per_second"):
         return
-    made.heading("How it ran")
+    view.heading("How it ran")
     if run.get("attention"):
-        made.text(f"Attention: {run['attention']}.", indent=2)
+        view.text(f"Attention: {run['attention']}.", indent=2)
     if data.get("tokens_per_second"):
-        made.text(f"Data: {loaded_words(data)}.", indent=2)
+        view.text(f"Data: {loaded_words(data)}.", indent=2)
     if supply:
-        made.text(f"Planned: {supply_words(supply)}", indent=2, role="dim")
+        view.text(f"Planned: {supply_words(supply)}", indent=2, role="dim")
 
 
-def _energy(made: Document, use: Found | None) -> None:
+def _energy(view: Document, use: Found | None) -> None:
     if not use:
         return
-    made.heading("Energy")
+    view.heading("Energy")
     bounds, how = use["interval"], "measured" if use["measured"] else "estimated"
     spread = f" (between {units.energy(bounds[0])} and {units.energy(bounds[1])})" if bounds else ""
     used = f"{units.energy(use['joules'])} {how}{spread}, {units.mass(use['co2_kg'])} of CO2."
-    made.text(f"{used} {use['basis']}; {use['co2_basis']}.", indent=2)
+    view.text(f"{used} {use['basis']}; {use['co2_basis']}.", indent=2)
 
 
-def _curves(made: Document, found: Found, metrics: Sequence[Found]) -> None:
+def _curves(view: Document, found: Found, metrics: Sequence[Found]) -> None:
     losses = found["losses"]
     validation, unigram, below = (losses.get(k) for k in ("validation", "unigram", "below_unigram"))
     known = any(value is not None for value in losses.values())
-    target = made if known else made.fold()
+    target = view if known else view.fold()
     target.heading("What it learned")
     if validation is None or unigram is None or below is None:
         target.text("The validation loss was not measured.", indent=2)
@@ -345,7 +330,7 @@ def _curves(made: Document, found: Found, metrics: Sequence[Found]) -> None:
         than = f"a model that knows only how often each token occurs ({unigram:.3f})"
         verdict = f"{below:.3f} below {than}." if below > 0 else f"not below {than}: nothing was learned yet."
         target.text(f"Validation loss {validation:.3f} nats/token, {verdict}", indent=2)
-    page = made.fold()
+    page = view.fold()
     drawn = [charts.losses(metrics, unigram), charts.step_times(metrics, found["time"]["step"])]
     for chart in filter(None, drawn):
         page.add(chart)
@@ -353,21 +338,21 @@ def _curves(made: Document, found: Found, metrics: Sequence[Found]) -> None:
         page.text("No steps were recorded in metrics.jsonl.", role="dim")
 
 
-def _accuracy(made: Document, found: Found) -> None:
-    made.heading("How far to trust this")
+def _accuracy(view: Document, found: Found) -> None:
+    view.heading("How far to trust this")
     rows: list[Row] = []
     for name, text in labels.CHECKS.items():
         check = found["accuracy_met"][name]
         verdict = {True: good("met"), False: bad("MISSED"), None: dim(NOT_MEASURED)}[check["met"]]
         rows.append([text, labels.error(check["error"]), f"within {units.percent(check['limit'], 0)}", verdict])
-    made.table(["", "error", "promised", "<"], rows)
-    made.items(found["notes"], role="dim")
+    view.table(["", "error", "promised", "<"], rows)
+    view.items(found["notes"], role="dim")
     if found["diagnosis"]["not_tested"]:
         names = ", ".join(found["diagnosis"]["not_tested"]).replace("_", " ")
-        made.fold().text(f"Causes that this run has no evidence on: {names}.", role="dim")
+        view.fold().text(f"Causes that this run has no evidence on: {names}.", role="dim")
 
 
-def _provenance(made: Document, found: Found, config: str) -> None:
+def _provenance(view: Document, found: Found, config: str) -> None:
     """Add where, when and with which versions the run was made; unrecorded values are left out."""
     plan, run = found["facts"]["plan"], found["facts"]["run"]
     versions = run.get("versions") or {}
@@ -382,7 +367,7 @@ def _provenance(made: Document, found: Found, config: str) -> None:
         ("Machine speed in the run", units.percent(speed, 0) if speed else None),
     ]  # fmt: skip
     shown = [(name, {True: "on", False: "off"}[v] if isinstance(v, bool) else v) for name, v in pairs]
-    page = made.fold()
+    page = view.fold()
     page.heading("Provenance")
     page.facts((name, str(value)) for name, value in shown if value not in (None, ""))
     if config:

@@ -43,28 +43,28 @@ _TIMES = {
 
 
 def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
-    made, served = Document(), more["served"]
+    view, served = Document(), more["served"]
     asked = ", ".join(f"{key} {_asked(key, value)}" for key, value in ledger.facts["request"].items() if value)
     title = f"{ledger.facts['name']} served by {served['engine']} on {served['devices']} x {served['product']}"
     title += f": {served['layout']}, weights {served['weights']}, cache {served['kv']}"
-    made.title(title, below=asked)
+    view.title(title, below=asked)
     if not ledger.facts["fits"]:
         needed, tokens = ledger.totals["weight_bytes"].value, ledger.totals["kv_tokens"].value
         has, request = ledger.facts["memory_bytes"], ledger.facts["request"]
-        made.text(
+        view.text(
             f"does not fit: weights take {units.bytes_(needed)} of {units.bytes_(has)}, which leaves a cache of "
             f"{tokens:,.0f} tokens for requests of {request['input'] + request['output']:,}"
         )
-        return made
-    _limits(made, ledger)
-    _totals(made, ledger, more["cost"])
-    _step(made, ledger)
+        return view
+    _limits(view, ledger)
+    _totals(view, ledger, more["cost"])
+    _step(view, ledger)
     held = ", ".join(f"{line.component} {units.bytes_(line.bytes)}" for line in ledger.memory)
-    made.text(f"Memory of a copy: {held}", indent=2)
-    _frontier(made, more["frontier"])
+    view.text(f"Memory of a copy: {held}", indent=2)
+    _frontier(view, more["frontier"])
     if more.get("candidates"):
-        _candidates(made, more)
-    return made
+        _candidates(view, more)
+    return view
 
 
 def _asked(key: str, value: float) -> str:
@@ -73,17 +73,17 @@ def _asked(key: str, value: float) -> str:
     return f"{value:g}/s" if key == "rate" else f"{value:,}"
 
 
-def _limits(made: Document, ledger: Ledger) -> None:
+def _limits(view: Document, ledger: Ledger) -> None:
     for name, limit in ledger.facts["limits"].items():
         if name == "rate":
             said = f"{limit['planned']:.3g} of {limit['limit']:g} asked for"
         else:
             said = f"{units.seconds(limit['planned'])}, at most {units.seconds(limit['limit'])} asked for"
         mark = good("holds  ") if limit["holds"] else bad("broken ")
-        made.text(mark, f"{_LIMITS[name]}: {said}", indent=2)
+        view.text(mark, f"{_LIMITS[name]}: {said}", indent=2)
 
 
-def _totals(made: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
+def _totals(view: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
     rows: list[Row] = []
     for name, (label, show) in _TOTALS.items():
         if name not in ledger.totals:
@@ -99,23 +99,23 @@ def _totals(made: Document, ledger: Ledger, cost: dict[str, Any]) -> None:
     if cost["joules_per_million_tokens"] is not None:
         joules = quantity(cost["joules_per_million_tokens"], units.energy, role="strong")
         rows.append(["energy of a million tokens", joules, "", dim("devices alone, 90% of their power limit")])
-    made.table(["", "value", "80% interval", "<"], rows)
+    view.table(["", "value", "80% interval", "<"], rows)
 
 
-def _step(made: Document, ledger: Ledger) -> None:
+def _step(view: Document, ledger: Ledger) -> None:
     total = sum(line.seconds or 0.0 for line in ledger.lines)
-    made.heading(f"A step takes {units.seconds(total)}, {ledger.totals['decode_batch'].value:.3g} requests decode")
+    view.heading(f"A step takes {units.seconds(total)}, {ledger.totals['decode_batch'].value:.3g} requests decode")
     lines = sorted(ledger.lines, key=lambda line: -(line.seconds or 0.0))
     parts = ((_PARTS[line.operation], line.seconds or 0.0, "") for line in lines)
-    made.shares(parts, units.seconds, total=False, meanings=False)
-    made.text(f"Binds: {ledger.facts['binds']['words']}", indent=2)
+    view.shares(parts, units.seconds, total=False, meanings=False)
+    view.text(f"Binds: {ledger.facts['binds']['words']}", indent=2)
     if not ledger.facts["measured"]:
         words = "No measured run of this engine on such devices: intervals are wider."
-        made.text(words, indent=2, role="dim")
+        view.text(words, indent=2, role="dim")
 
 
-def _frontier(made: Document, points: list[dict[str, Any]]) -> None:
-    made.heading("More at once, longer each")
+def _frontier(view: Document, points: list[dict[str, Any]]) -> None:
+    view.heading("More at once, longer each")
     best = max(point["tokens_per_second"] for point in points)
     rows: list[Row] = [
         [str(point["requests_at_once"]), quantity(point["tpot_seconds"], units.seconds),
@@ -123,32 +123,32 @@ def _frontier(made: Document, points: list[dict[str, Any]]) -> None:
          Bar(point["tokens_per_second"] / best)]
         for point in points
     ]  # fmt: skip
-    made.table(["at once", "per token", "first token", "tokens/s", BAR], rows)
+    view.table(["at once", "per token", "first token", "tokens/s", BAR], rows)
 
 
-def _candidates(made: Document, more: dict[str, Any]) -> None:
-    made.heading("Next cheapest")
+def _candidates(view: Document, more: dict[str, Any]) -> None:
+    view.heading("Next cheapest")
     rows = [
         [f"{one['devices']} x {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
          units.dollars(one["usd_per_million_tokens"]), units.seconds(one["tpot_seconds"])]
         for one in [more["chosen"], *more["candidates"]]
     ]  # fmt: skip
-    made.table(["devices", "<weights", "<layout", "USD/hour", "per million", "per token"], rows)
+    view.table(["devices", "<weights", "<layout", "USD/hour", "per million", "per token"], rows)
     constraints = ", ".join(f"{count} by {name}" for name, count in more["ruled_out"].items())
     if constraints:
-        made.text(f"Ruled out: {constraints}.", indent=2, role="dim")
+        view.text(f"Ruled out: {constraints}.", indent=2, role="dim")
 
 
 def server_view(found: dict[str, Any]) -> Document:
     """Return a measured server: its phases beside the plan's, bottlenecks and remedies."""
-    made, totals, facts = Document(), found["totals"], found["facts"]
-    made.title(f"{facts.get('name', 'a model')} served by {facts.get('engine', 'an engine')}")
+    view, totals, facts = Document(), found["totals"], found["facts"]
+    view.title(f"{facts.get('name', 'a model')} served by {facts.get('engine', 'an engine')}")
     for name, (label, show) in _MEASURED.items():
         if name in totals:
             planned = found["planned_totals"].get(name)
             beside = f" ({show(planned)} planned)" if planned else ""
-            made.text(f"{label}: {show(totals[name]['value'])}{beside}", indent=2)
-    made.heading("A mean engine step, measured beside planned")
+            view.text(f"{label}: {show(totals[name]['value'])}{beside}", indent=2)
+    view.heading("A mean engine step, measured beside planned")
     whole = sum(row["measured_seconds"] or 0.0 for row in found["phases"])
     rows: list[Row] = []
     for row in found["phases"]:
@@ -156,35 +156,35 @@ def server_view(found: dict[str, Any]) -> Document:
         ratio = f"{measured / planned:.2f}" if measured and planned else ""
         rows.append([_PHASES[row["phase"]], quantity(measured, units.seconds),
                      quantity(planned, units.seconds, NOT_PLANNED), ratio, Bar((measured or 0.0) / whole)])  # fmt: skip
-    made.table(["", "measured", "planned", "measured / planned", BAR], rows, caption=found["plan_note"] or "")
-    made.heading("What binds")
+    view.table(["", "measured", "planned", "measured / planned", BAR], rows, caption=found["plan_note"] or "")
+    view.heading("What binds")
     for finding in found["findings"]:
         gain = f" (gain about {finding['gain']:.0%}, {finding['basis']})" if finding["gain"] else ""
-        made.text(f"{finding['name']}: {finding['says']}", indent=2)
+        view.text(f"{finding['name']}: {finding['says']}", indent=2)
         if finding["remedy"]:
-            made.text(f"{finding['remedy']}{gain}", indent=4, role="dim")
-    return made
+            view.text(f"{finding['remedy']}{gain}", indent=4, role="dim")
+    return view
 
 
 def load_view(found: dict[str, Any]) -> Document:
     """Return the measurements of a load test."""
-    made = Document()
-    told = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
-    told += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
-    told += ["then interrupted"] if found.get("interrupted") else []
-    made.text(", ".join(told))
+    view = Document()
+    parts = [f"{found['completed']} of {found['requests']} requests answered in {found['seconds']:.1f} s"]
+    parts += [f"{found[what]} {word}" for what, word in (("refused", "refused"), ("errors", "failed")) if found[what]]
+    parts += ["then interrupted"] if found.get("interrupted") else []
+    view.text(", ".join(parts))
     for message, count in list(found["error_messages"].items())[:3]:
-        made.text(f"{count} x {message}", indent=2)
-    made.text(
+        view.text(f"{count} x {message}", indent=2)
+    view.text(
         f"{found['output_tokens_per_second']:.1f} output tokens/s, {found['requests_per_second']:.2f} requests/s, "
         f"goodput {100 * found['goodput_share']:.0f}%"
     )
     if found["prompt_tokens"] is None:
-        made.text("The server tells no usage: each piece of an answer counts as a token", indent=2)
+        view.text("The server tells no usage: each piece of an answer counts as a token", indent=2)
     percentiles = ("p50", "p90", "p99", "mean")
-    made.table(
+    view.table(
         ["milliseconds", *percentiles],
         [[label, *(f"{1000 * found[key][name]:.1f}" for name in percentiles)]
          for key, label in _TIMES.items() if found[key] is not None],
     )  # fmt: skip
-    return made
+    return view

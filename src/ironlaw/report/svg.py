@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
 from markupsafe import Markup
 
-MOST_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
+WIDTH = 760.0  # of a chart; a narrow window scrolls it
+MAX_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
 BAND = 0.10  # relative error of the band around a scatter plot's diagonal
 GOLDEN_ANGLE = 137.508  # degrees of hue between groups, so that neighbouring groups differ
 MARKERS = 3
@@ -96,34 +98,12 @@ class Frame:
         return parts
 
 
-def bar_pair(planned: float | None, measured: float | None, largest: float, title: str) -> Markup:
-    """Draw two bars on one scale, planned above measured. An unknown side has no bar."""
-    bars = [
-        rect(0, y, max(0.4, 100 * value / largest), 5, f"fill-{style}")
-        for value, y, style in ((planned, 0, "planned"), (measured, 6, "measured"))
-        if value is not None and value > 0 and largest > 0
-    ]
-    return image(100, 11, title, "", bars, 'class="bars" preserveAspectRatio="none"')
-
-
-def stacked(parts: Sequence[tuple[str, float]], whole: float, title: str, describe: Callable[[float], str]) -> Markup:
-    """Draw one bar with its parts side by side; `whole` is its full length."""
-    drawn, x = [], 0.0
-    for name, value in parts:
-        width = 100 * value / whole if whole else 0.0
-        drawn.append(rect(x, 0, width, 10, f"part-{name}", f"{name}: {describe(value)}"))
-        x += width
-    description = ", ".join(f"{name} {describe(value)}" for name, value in parts)
-    return image(100, 10, title, description, drawn, 'class="stacked" preserveAspectRatio="none"')
-
-
 def line_chart(
-    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), width: int = 760, *,
-    height: int = 0, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
+    title: str, description: str, series: Sequence[Series], levels: Sequence[Level] = (), *,
+    height: int = 260, from_zero: bool = False, top: float | None = None, y_text: Callable[[float], str] = str,
     x_name: str = "step",
 ) -> Markup:  # fmt: skip
-    """Draw lines over steps with axes, ticks and levels. Values above `top` are drawn at `top`. `height` 0: default."""
-    height = height or (260 if width > 500 else 240)  # relatively taller on a phone
+    """Draw lines over steps with axes, ticks and levels. Values above `top` are drawn at `top`."""
     thinned = [_thin(s) for s in series if len(s.xs)]
     ys = [y for s in thinned for y in s.ys] + [b for v in levels for b in (v.y, v.low, v.high) if b is not None]
     xs = [x for s in thinned for x in s.xs]
@@ -132,13 +112,13 @@ def line_chart(
     low, high = _range(ys, from_zero, top)
     y_ticks = _round_ticks(low, high, 4)
     left = 14 + 7.2 * max(len(y_text(t)) for t in y_ticks)
-    frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, width - 12.0, 12.0, height - 34.0)
-    x_ticks = _round_ticks(frame.x0, frame.x1, 4 if width < 500 else 7)
+    frame = Frame(min(xs), max(max(xs), min(xs) + 1), low, high, left, WIDTH - 12.0, 12.0, height - 34.0)
+    x_ticks = _round_ticks(frame.x0, frame.x1, 7)
     body = frame.grid(x_ticks, lambda x: f"{x:,.1f}".removesuffix(".0"), y_ticks, y_text, rules=False)
     body.append(text((frame.left + frame.right) / 2, height - 3, x_name, "middle"))
     body += [_level(frame, level) for level in levels]
     body += [_series(frame, s) for s in thinned]
-    return image(width, height, title, description, body)
+    return image(WIDTH, height, title, description, body)
 
 
 def scatter(
@@ -206,7 +186,7 @@ def _series(frame: Frame, series: Series) -> str:
 def _thin(series: Series) -> Series:
     """Average bins of neighbouring points, so that a long run gives a readable line and a small file."""
     finite = [(x, y) for x, y in zip(series.xs, series.ys, strict=True) if math.isfinite(y)]
-    per_bin = math.ceil(len(finite) / MOST_POINTS) if not series.dots else 1
+    per_bin = math.ceil(len(finite) / MAX_POINTS) if not series.dots else 1
     bins = [finite[i : i + per_bin] for i in range(0, len(finite), max(1, per_bin))]
     xs = [sum(x for x, _ in b) / len(b) for b in bins]
     ys = [sum(y for _, y in b) / len(b) for b in bins]
@@ -247,12 +227,9 @@ def short_seconds(value: float) -> str:
     return f"{value:g} s" if value >= 1 else f"{1000 * value:g} ms" if value >= 1e-3 else f"{1e6 * value:g} µs"
 
 
-def short_bytes(value: float) -> str:
-    """Format a tick that is a power of two."""
-    for size, unit in ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")):
-        if value >= size:
-            return f"{value / size:g} {unit}"
-    return f"{value:g} B"
+def short(figure: str) -> str:
+    """Return a round figure without its decimals: "8 GiB" for "8.00 GiB"."""
+    return re.sub(r"\.0+ ", " ", figure)
 
 
 def text(x: float, y: float, words: str, anchor: str, style: str = "") -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -21,20 +20,20 @@ Point = Mapping[str, Any]
 
 
 def sweep_view(found: Mapping[str, Any]) -> Document:
-    made, points = Document(), found["points"]
-    made.title(f"Formats of {found['source']}")
+    view, points = Document(), found["points"]
+    view.title(f"Formats of {found['source']}")
     rows = [
         [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
         for cells, point in zip(_rows(points), points, strict=True)
     ]
-    made.table(HEADS, rows)
-    page = made.fold()
+    view.table(HEADS, rows)
+    page = view.fold()
     for axis, name in AXES.items():
         page.heading(f"Loss (upwards) against {name} (to the right)")
-        page.add(Chart(partial(_chart, points, axis)))
-    for text in _told(found):
-        made.text(text, indent=2, role="dim")
-    return made
+        page.add(Chart(_chart(points, axis)))
+    for text in _notes(found):
+        view.text(text, indent=2, role="dim")
+    return view
 
 
 def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
@@ -54,21 +53,21 @@ def _read(point: Point) -> float:
     return float(point["tokens_per_second"] * point["bytes_read"])
 
 
-def _told(found: Mapping[str, Any]) -> list[str]:
-    told = [
+def _notes(found: Mapping[str, Any]) -> list[str]:
+    notes = [
         "*: nothing else is smaller, faster and better at once. Read: weights a second while one sequence is decoded. "
         f"Loss of {found['held_out_tokens']:,} held-out tokens, by the kernels that decode."
     ]
     rate = found["read_bytes_per_second"]
     if rate is not None:
-        told.append(
+        notes.append(
             f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
         )
     if found.get("interrupted"):
-        told.append("Interrupted: the other formats were not tried.")
+        notes.append("Interrupted: the other formats were not tried.")
     if found["left_out"]:
-        told.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
-    return told
+        notes.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
+    return notes
 
 
 def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
@@ -81,7 +80,7 @@ def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
     return sorted(kept, key=lambda p: float(p[axis]))
 
 
-def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
+def _chart(points: Sequence[Point], axis: str) -> Markup:
     scale, unit = 1.0, AXES[axis]
     if axis == "bytes":
         scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
@@ -92,4 +91,4 @@ def _chart(points: Sequence[Point], axis: str, width: int) -> Markup:
     ]
     series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
-    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit, width=width)
+    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)

@@ -89,29 +89,21 @@ def _table(block: Table, console: Console) -> bool:
     """Print a table. If it is too wide, text wraps but figures stay whole, and seven or more columns lose padding."""
     rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
-    cells = [[_text(row[index]) for row in rows] for index in shown]
-    names = [block.columns[index] for index in shown]
-    figures = [index > 0 and not name.startswith(("<", "|")) for index, name in zip(shown, names, strict=True)]
-    heads = [name.lstrip("<|~") for name in names]
-    whole = [max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True)]
-    least = [
-        max(map(cell_len, head.split() + (_lines(column) if figure else [w for t in column for w in t.plain.split()])),
-            default=0)
-        for head, column, figure in zip(heads, cells, figures, strict=True)
-    ]  # fmt: skip
-    gaps = len(shown) - 1
-    wide = sum(whole) + 3 * gaps + 2 > console.width
-    tight = wide and len(shown) > 6
-    margin = 0 if tight and sum(whole) + gaps + 2 > console.width else 2
-    keeps = wide and sum(least) + gaps * (1 if tight else 3) + margin <= console.width
+    heads = [block.columns[i].lstrip("<|~") for i in shown]
+    cells = [[_text(row[i]) for row in rows] for i in shown]
+    whole = sum(max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True))
+    is_wide = whole + 3 * (len(shown) - 1) + 2 > console.width
+    tight = is_wide and len(shown) > 6
+    margin = 0 if tight and whole + len(shown) + 1 > console.width else 2
     named = any(head.strip() for head in heads)
     grid = Grid(
         box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False,
         header_style="dim", show_header=named,
     )  # fmt: skip
-    for head, figure, width in zip(heads, figures, least, strict=True):
-        width_ = width if figure and keeps else None
-        grid.add_column(Text(head), justify="right" if figure else "left", overflow="fold", width=width_)
+    for i, head, column in zip(shown, heads, cells, strict=True):
+        is_figure = i > 0 and not block.columns[i].startswith(("<", "|"))
+        width = max(map(cell_len, [*head.split(), *_lines(column)]), default=0) if is_figure and is_wide else None
+        grid.add_column(Text(head), justify="right" if is_figure else "left", overflow="fold", width=width)
     for row in zip(*cells, strict=True):
         grid.add_row(*row)
     console.print(Padding(grid, (0, 0, 0, margin)))

@@ -27,9 +27,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from ironlaw.data.chat import LONG
+from ironlaw.data.chat import LONG_TEXT
 from ironlaw.errors import UserError
-from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder, TokenReader
+from ironlaw.serve.answers import AnswerFormat, ChatAnswer, CompletionAnswer, TextDecoder
 from ironlaw.serve.constrain import State, compile_grammar, token_table
 from ironlaw.serve.engine import Busy, Draining, Engine
 from ironlaw.serve.metrics import Metrics
@@ -40,29 +40,6 @@ _OPEN = ("/", "/health")  # accessible without a key
 _JSON = "application/json"
 BODY_SECONDS = 60  # limit for receiving a whole body
 Result = TypeVar("Result")
-
-
-class Outbox:
-    """Passes outputs from the engine's thread to the event loop, with one call per step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.loop: asyncio.AbstractEventLoop | None = None  # set once it runs
-        self._pieces: list[tuple[asyncio.Queue[OutputPiece], OutputPiece]] = []
-        engine.after_step = self.send
-
-    def put(self, queue: asyncio.Queue[OutputPiece], piece: OutputPiece) -> None:
-        self._pieces.append((queue, piece))
-
-    def send(self) -> None:
-        if self._pieces and self.loop is not None:
-            pieces, self._pieces = self._pieces, []
-            with suppress(RuntimeError):  # the loop is closed, and nobody listens
-                self.loop.call_soon_threadsafe(_deliver, pieces)
-
-
-def _deliver(pieces: list[tuple[asyncio.Queue[OutputPiece], OutputPiece]]) -> None:
-    for queue, piece in pieces:
-        queue.put_nowait(piece)
 
 
 @dataclass
@@ -84,21 +61,88 @@ class Job:
 
 
 class Server:
-    """State that the handlers share."""
+    """The handlers of the API, and the state that they share."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.text, self.config = engine, engine.served.text, engine.config
         self.metrics = Metrics(engine)
-        self.outbox = Outbox(engine)
         self.created = int(time.time())
+        self.loop: asyncio.AbstractEventLoop | None = None  # set once it runs
+        self._pieces: list[tuple[Job, OutputPiece]] = []  # of the current step
         if self.text is not None:  # in a chat, an answer also ends with its turn
             engine.served.end_tokens |= self.text.turn_ends()
-        engine.on_finish = self.metrics.finished
+        engine.on_finish, engine.after_step = self.metrics.finished, self._send
+
+    def _send(self) -> None:
+        """Pass the outputs of a step from the engine's thread to the event loop, with one call."""
+
+        def deliver(pieces: list[tuple[Job, OutputPiece]]) -> None:
+            for job, piece in pieces:
+                job.queue.put_nowait(piece)
+
+        if self._pieces and self.loop is not None:
+            with suppress(RuntimeError):  # the loop is closed, and no client listens
+                self.loop.call_soon_threadsafe(deliver, self._pieces)
+            self._pieces = []
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def completions(self, http: HttpRequest) -> Response:
+        body = CompletionRequest.model_validate(await self._json(http))
+        prompts: list[list[int]] = []
+        for prompt in body.prompts:
+            if not isinstance(prompt, str):
+                prompts.append(prompt)
+            elif self.text is not None:
+                prompts.append(await _run_in_thread(len(prompt) >= LONG_TEXT, partial(self.text.encode, prompt)))
+            else:
+                raise UserError("this model has no tokenizer: send the prompt as token ids")
+        return await self.answer(body, prompts, CompletionAnswer(self.engine.served.name, body, self.text), http)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        body = ChatRequest.model_validate(await self._json(http))
+        if self.text is None:
+            raise UserError("this model has no tokenizer: use /v1/completions with token ids")
+        messages = [m.plain() for m in body.messages]
+        is_long = sum(len(m["content"]) for m in messages) >= LONG_TEXT
+        prompt = await _run_in_thread(is_long, partial(self.text.chat, messages, body.chat_template_kwargs))
+        return await self.answer(body, [prompt], ChatAnswer(self.engine.served.name, body, self.text), http)
+
+    async def _json(self, http: HttpRequest) -> Any:
+        """Return the body's document."""
+        kind = http.headers.get("content-type", _JSON)
+        # A browser may send text on behalf of another site's page; only JSON requires a preflight request.
+        if kind.partition(";")[0].strip().lower() != _JSON:
+            raise HTTPException(415, f"content-type {kind[:100]!r} is not read: send {_JSON}")
+        coding = http.headers.get("content-encoding", "identity")
+        if coding != "identity":
+            raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")
+        try:
+            text = (await asyncio.wait_for(self._read(http), BODY_SECONDS)).decode("utf-8")
+            document: Any = json.loads(text)
+            if "\\ud" in text.lower():  # half of a surrogate pair is not a character, and tokenizers reject it
+                json.dumps(document, ensure_ascii=False).encode("utf-8")
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {BODY_SECONDS} s") from None
+        except (ValueError, RecursionError):
+            raise UserError("the body is not JSON in UTF-8") from None
+        return document
+
+    async def _read(self, http: HttpRequest) -> bytes:
+        body, limit = bytearray(), self.config.body_bytes
+        too_large = HTTPException(413, f"the body is larger than {limit} bytes")
+        if int(http.headers.get("content-length", 0)) > limit:
+            raise too_large
+        async for part in http.stream():
+            body += part
+            if len(body) > limit:
+                raise too_large
+        return bytes(body)
 
     async def answer(
         self, body: RequestBody, prompts: Sequence[Sequence[int]], form: AnswerFormat, http: HttpRequest
     ) -> Response:
-        self.known(body.model)
+        self._check_name(body.model)
         if len(prompts) * body.n > self.config.batch + self.config.waiting:
             raise UserError(f"{len(prompts)} prompts of {body.n} answers are more than this server takes at once")
         ruled = body.grammar() is not None  # large grammars take seconds to compile
@@ -107,18 +151,18 @@ class Server:
             self.engine.submit(*job.requests)
         except Busy as error:
             self.metrics.refused.inc()
-            raise HTTPException(429, str(error), {"Retry-After": str(self.retry_seconds())}) from None
+            raise HTTPException(429, str(error), {"Retry-After": str(self._retry_seconds())}) from None
         except Draining as error:
             raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
         if body.stream:
             return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
         return await self._whole(job, form, http)
 
-    def known(self, model: str | None) -> None:
+    def _check_name(self, model: str | None) -> None:
         if model is not None and model != self.engine.served.name:
             raise HTTPException(404, f"no model {model[:100]!r} here: use {self.engine.served.name!r}")
 
-    def retry_seconds(self) -> int:
+    def _retry_seconds(self) -> int:
         """Estimate the seconds until a place is free, from those of the newest answers and the length of the queue."""
         done = [r for r in list(self.engine.finished)[-20:] if r.last_token is not None]
         if not done:
@@ -139,10 +183,19 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                request = Request(prompt, replace(sampling, seed=seed), priority=body.priority)
-                request.state = None if grammar is None else State(grammar, self._token_table)
-                self._connect(request, job, form.reader())
+                state = None if grammar is None else State(grammar, self._token_table)
+                reader = TextDecoder(form.reader(), sampling.stop, sampling.include_stop)
+                on_output = partial(self._on_output, job, len(job.requests), reader)
+                job.requests.append(
+                    Request(prompt, replace(sampling, seed=seed), on_output, reader, body.priority, state=state)
+                )
         return job
+
+    def _on_output(
+        self, job: Job, index: int, reader: TextDecoder, request: Request, chosen: list[SampledToken]
+    ) -> None:
+        text = reader.take(request.finish is not None)
+        self._pieces.append((job, OutputPiece(index, text, chosen, request.finish)))
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
         room = self.engine.longest_prompt + 1 - len(prompt)
@@ -154,18 +207,6 @@ class Server:
                 f" that fit: use {room} or fewer"
             )
         return asked
-
-    def _connect(self, request: Request, job: Job, read: TokenReader) -> None:
-        sampling = request.sampling
-        reader = TextDecoder(read, sampling.stop, sampling.include_stop)
-        index = len(job.requests)
-
-        def on_output(request: Request, chosen: list[SampledToken]) -> None:
-            finish = request.finish
-            self.outbox.put(job.queue, OutputPiece(index, reader.take(finish is not None), chosen, finish))
-
-        request.decode, request.on_output = reader, on_output
-        job.requests.append(request)
 
     @cached_property
     def _token_table(self) -> Any:
@@ -205,7 +246,24 @@ class Server:
     def _cancel(self, job: Job) -> None:
         self.engine.cancel(*(request for request in job.requests if request.finish is None))
 
-    def state(self) -> dict[str, Any]:
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [await self.model()]}
+
+    async def model(self, name: str | None = None) -> dict[str, Any]:
+        self._check_name(name)
+        return {"id": self.engine.served.name, "object": "model", "created": self.created, "owned_by": "ironlaw",
+                "max_model_len": self.engine.context}  # fmt: skip
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        down = self.engine.failure or ("draining" if self.engine.is_draining else None)
+        return Response(status_code=200) if down is None else _error_response(down, 503, {"Retry-After": "10"})
+
+    async def prometheus(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def state(self) -> dict[str, Any]:
         """Return the current state for the web page."""
         engine = self.engine
         newest = list(engine.trace.steps)[-200:]
@@ -218,6 +276,28 @@ class Server:
             "preemptions": engine.scheduler.preemptions,
             "chat": self.text is not None and self.text.template is not None,
         }  # fmt: skip
+
+    async def steps(self, since: int = 0, after: float = 0.0) -> dict[str, Any]:
+        """Return the newest engine steps from number `since` on, facts on the engine, and the queue seconds of requests
+        that arrived after the time `after`. `ironlaw bench` writes them into its run."""
+        from ironlaw.serve.measured import facts
+
+        engine = self.engine
+        found = await asyncio.to_thread(lambda: [s.to_json() for s in engine.trace.since(since)])
+        waited = [r.admitted - r.arrived for r in list(engine.finished) if r.admitted is not None and r.arrived > after]
+        about = {"next": engine.trace.count, "now": time.monotonic(), "facts": facts(engine)}
+        lines = [asdict(line) for line in engine.recording.lines()]
+        return about | {"queue_seconds": waited, "lines": lines, "steps": found}
+
+    async def profile(self, steps: int = 5) -> dict[str, Any]:
+        """Record the next steps of decode only and of prefill only, operation by operation."""
+        if not 0 < steps <= 100:
+            raise UserError(f"steps = {steps} is not between 1 and 100")
+        self.engine.recording.start(steps)
+        return {"steps": steps}
+
+    async def page(self) -> HTMLResponse:
+        return HTMLResponse(files("ironlaw.serve").joinpath("page.html").read_text("utf-8"))
 
 
 def _failure(request: Request) -> HTTPException:
@@ -256,13 +336,13 @@ def create_app(engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.outbox.loop = asyncio.get_running_loop()
+        server.loop = asyncio.get_running_loop()
         engine.start()
         yield
         await asyncio.to_thread(engine.drain, config.drain_seconds)
 
     async def check_key(http: HttpRequest) -> None:
-        scheme, _, given = http.headers.get("authorization", "").encode().partition(b" ")
+        scheme, _, given = http.headers.get("authorization", "").encode("latin-1").partition(b" ")
         keys = [key.encode() for key in config.api_keys if http.url.path not in _OPEN]
         if keys and (scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in keys)):
             raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
@@ -274,123 +354,14 @@ def create_app(engine: Engine) -> FastAPI:
     app.state.server = server
     for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
         app.add_exception_handler(kind, _handle_error)
-    _add_answers(app, server)
-    _add_figures(app, server)
+    for method, path, handler in (
+        ("POST", "/v1/completions", server.completions), ("POST", "/v1/chat/completions", server.chat),
+        ("GET", "/v1/models", server.models), ("GET", "/v1/models/{name:path}", server.model),
+        ("GET", "/health", server.health), ("GET", "/metrics", server.prometheus), ("GET", "/state", server.state),
+        ("GET", "/steps", server.steps), ("POST", "/profile", server.profile), ("GET", "/", server.page),
+    ):  # fmt: skip
+        app.add_api_route(path, handler, methods=[method])
     return app
-
-
-def _add_answers(app: FastAPI, server: Server) -> None:
-    served, text, limit = server.engine.served, server.text, server.config.body_bytes
-
-    @app.post("/v1/completions")
-    async def completions(http: HttpRequest) -> Response:
-        body = CompletionRequest(**await _json(http, limit))
-        prompts: list[list[int]] = []
-        for prompt in body.prompts:
-            if not isinstance(prompt, str):
-                prompts.append(prompt)
-            elif text is not None:
-                prompts.append(await _run_in_thread(len(prompt) >= LONG, partial(text.encode, prompt)))
-            else:
-                raise UserError("this model has no tokenizer: send the prompt as token ids")
-        return await server.answer(body, prompts, CompletionAnswer(served.name, body, text), http)
-
-    @app.post("/v1/chat/completions")
-    async def chat(http: HttpRequest) -> Response:
-        body = ChatRequest(**await _json(http, limit))
-        if text is None:
-            raise UserError("this model has no tokenizer: use /v1/completions with token ids")
-        messages = [m.plain() for m in body.messages]
-        is_long = sum(len(m["content"]) for m in messages) >= LONG
-        prompt = await _run_in_thread(is_long, partial(text.chat, messages, body.chat_template_kwargs))
-        return await server.answer(body, [prompt], ChatAnswer(served.name, body, text), http)
-
-    one = {"id": served.name, "object": "model", "created": server.created, "owned_by": "ironlaw",
-           "max_model_len": server.engine.context}  # fmt: skip
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [one]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        server.known(name)
-        return one
-
-
-def _add_figures(app: FastAPI, server: Server) -> None:
-    engine = server.engine
-
-    @app.get("/health")
-    async def health() -> Response:
-        down = engine.failure or ("draining" if engine.is_draining else None)
-        return Response(status_code=200) if down is None else _error_response(down, 503, {"Retry-After": "10"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/state")
-    async def state() -> dict[str, Any]:
-        return server.state()
-
-    @app.get("/steps")
-    async def steps(since: int = 0, after: float = 0.0) -> dict[str, Any]:
-        """Return the newest engine steps from number `since` on, facts on the engine, and the queue seconds of requests
-        that arrived after the time `after`. `ironlaw bench` writes them into its run."""
-        from ironlaw.serve.measured import facts
-
-        found = await asyncio.to_thread(lambda: [s.to_json() for s in engine.trace.since(since)])
-        waited = [r.admitted - r.arrived for r in list(engine.finished) if r.admitted is not None and r.arrived > after]
-        about = {"next": engine.trace.count, "now": time.monotonic(), "facts": facts(engine)}
-        lines = [asdict(line) for line in engine.recording.lines()]
-        return about | {"queue_seconds": waited, "lines": lines, "steps": found}
-
-    @app.post("/profile")
-    async def profile(steps: int = 5) -> dict[str, Any]:
-        """Record the next steps of decode only and of prefill only, operation by operation."""
-        if not 0 < steps <= 100:
-            raise UserError(f"steps = {steps} is not between 1 and 100")
-        engine.recording.ask(steps)
-        return {"steps": steps}
-
-    @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return files("ironlaw.serve").joinpath("page.html").read_text("utf-8")
-
-
-async def _json(http: HttpRequest, limit: int) -> dict[str, Any]:
-    """Return the body, a JSON object of at most `limit` bytes."""
-    kind = http.headers.get("content-type", _JSON)
-    # A browser may send text on behalf of another site's page; only JSON requires a preflight request.
-    if kind.partition(";")[0].strip().lower() != _JSON:
-        raise HTTPException(415, f"content-type {kind[:100]!r} is not read: send {_JSON}")
-    coding = http.headers.get("content-encoding", "identity")
-    if coding != "identity":
-        raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")
-    try:
-        text = (await asyncio.wait_for(_read(http, limit), BODY_SECONDS)).decode("utf-8")
-        document = json.loads(text)
-        if "\\ud" in text.lower():  # half of a surrogate pair is not a character, and tokenizers reject it
-            json.dumps(document, ensure_ascii=False).encode("utf-8")
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {BODY_SECONDS} s") from None
-    except (ValueError, RecursionError):
-        raise UserError("the body is not JSON in UTF-8") from None
-    if not isinstance(document, dict):
-        raise UserError("the body is not a JSON object")
-    return document
-
-
-async def _read(http: HttpRequest, limit: int) -> bytes:
-    body, too_large = bytearray(), HTTPException(413, f"the body is larger than {limit} bytes")
-    if int(http.headers.get("content-length", 0)) > limit:
-        raise too_large
-    async for part in http.stream():
-        body += part
-        if len(body) > limit:
-            raise too_large
-    return bytes(body)
 
 
 async def _handle_error(http: HttpRequest, error: Exception) -> Response:

@@ -56,12 +56,10 @@ def allowed_tokens(rows: Sequence[Row], vocab: int) -> Tensor | None:
 
 
 def compile_grammar(kind: str, value: Any) -> str:
-    """Compile a json_object, json_schema, regex, choice or grammar (Lark). UserError if the library cannot read it."""
+    """Compile a json_schema, regex, choice or grammar (Lark). UserError if the library cannot read it."""
     LLMatcher = _library().LLMatcher
     try:
-        if kind == "json_object":
-            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
-        elif kind == "json_schema":
+        if kind == "json_schema":
             grammar = LLMatcher.grammar_from_json_schema(value if isinstance(value, str) else json.dumps(value))
         elif kind == "regex":
             grammar = LLMatcher.grammar_from_regex(value)

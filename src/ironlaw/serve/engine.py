@@ -204,10 +204,6 @@ class Engine:
             made += seen
             window = request.tokens[-max(1, self.longest_prompt // 2) :]
 
-    def generate_beyond_context(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-        """Return all tokens of `stream`."""
-        return list(self.stream(prompt, sampling))
-
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:

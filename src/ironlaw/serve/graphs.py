@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,13 +12,6 @@ from ironlaw.model.config import ModelConfig
 
 Step = Callable[..., Tensor]
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], Any]]]
-
-
-@dataclass(frozen=True)
-class Graph:
-    inputs: Sequence[Tensor]  # buffers of the graph, into which new inputs are copied
-    result: Tensor  # written by `replay`
-    replay: Callable[[], Any]
 
 
 def can_record(config: ModelConfig) -> bool:
@@ -33,18 +25,20 @@ class Graphs:
     function that runs it again; tests replace it."""
 
     def __init__(self, record: Record | None = None) -> None:
-        self.record, self.found = record or _recorder(), dict[tuple[int, ...], Graph]()
+        self.record = record or _recorder()
+        # By shapes: the buffers that inputs are copied into, the result, and what writes it.
+        self.found = dict[tuple[int, ...], tuple[Sequence[Tensor], Tensor, Callable[[], Any]]]()
 
     def __call__(self, step: Step, *inputs: Tensor) -> Tensor:
         """Return the result of `step(*inputs)`, which is valid until the next call."""
         shapes = tuple(map(len, inputs))
-        graph = self.found.get(shapes)
-        if graph is None:
-            graph = self.found[shapes] = Graph(inputs, *self.record(lambda: step(*inputs)))
-        for mine, now in zip(graph.inputs, inputs, strict=True):
-            mine.copy_(now)
-        graph.replay()
-        return graph.result
+        if shapes not in self.found:
+            self.found[shapes] = inputs, *self.record(lambda: step(*inputs))
+        buffers, result, replay = self.found[shapes]
+        for buffer, tensor in zip(buffers, inputs, strict=True):
+            buffer.copy_(tensor)
+        replay()
+        return result
 
 
 def _recorder() -> Record:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from ironlaw.errors import LARGEST, UserError
+from ironlaw.errors import MAX_INTEGER, UserError
 from ironlaw.files import parse_json, read_text
 from ironlaw.serve.measured import COUNTERS
 
@@ -182,9 +182,11 @@ class Client:
             return status, json.loads(data) if status == 200 else None
         return status, None
 
-    async def ask(
-        self, plan: PlannedRequest, prompt: str | list[int], outcome: RequestOutcome, ignore_eos: bool
-    ) -> None:
+    async def send(
+        self, plan: PlannedRequest, prompt: str | list[int], ignore_eos: bool = False, at: float = 0.0
+    ) -> RequestOutcome:
+        """Send a completion request, `at` seconds after the start of the load, and read its stream."""
+        outcome = RequestOutcome(at, plan.prompt_tokens, plan.output_tokens)
         body = {
             "prompt": prompt, "max_tokens": plan.output_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "model": self.model,
@@ -209,6 +211,7 @@ class Client:
             outcome.end = time.perf_counter() - began
             if writer is not None:
                 writer.close()
+        return outcome
 
     async def _read(self, lines: AsyncIterator[bytes], outcome: RequestOutcome, began: float) -> None:
         done = False
@@ -226,7 +229,7 @@ class Client:
             usage = document.get("usage")
             if usage:
                 counts = [int(usage[f"{kind}_tokens"]) for kind in ("completion", "prompt")]
-                if not 0 <= min(counts) <= max(counts) <= LARGEST:
+                if not 0 <= min(counts) <= max(counts) <= MAX_INTEGER:
                     raise ValueError(f"{counts} tokens")
                 outcome.output_tokens, outcome.prompt_tokens = counts
                 outcome.has_usage = True
@@ -299,19 +302,15 @@ async def run(
         raise UserError(f"the server at {client.url} names no model: give --model NAME") from None
     prompts = await _prompts(client, plans, shared_prefix)
     _, before = await client.get("/steps?since=999999999")
-    limit = asyncio.Semaphore(concurrency) if concurrency else None
+    limit = asyncio.Semaphore(concurrency or len(plans))
     began, done = time.perf_counter(), 0
 
     async def one(plan: PlannedRequest, prompt: str | list[int]) -> RequestOutcome:
         nonlocal done
-        if limit is None:
+        if concurrency is None:
             await asyncio.sleep(max(0.0, began + plan.at - time.perf_counter()))
-        else:
-            await limit.acquire()
-        outcome = RequestOutcome(time.perf_counter() - began, plan.prompt_tokens, plan.output_tokens)
-        await client.ask(plan, prompt, outcome, ignore_eos)
-        if limit is not None:
-            limit.release()
+        async with limit:
+            outcome = await client.send(plan, prompt, ignore_eos, time.perf_counter() - began)
         done += 1
         progress(done / len(plans))
         return outcome
@@ -341,8 +340,7 @@ async def _profiled(client: Client, plans: Sequence[PlannedRequest], prompts: Se
     """Return the operations of a few steps, with such requests all at once and short answers."""
     await client.get(f"/profile?steps={_RECORDED_STEPS}", "POST")
     short = [replace(plan, output_tokens=min(plan.output_tokens, _RECORDED_STEPS + 3)) for plan in plans]
-    asked = [client.ask(p, t, RequestOutcome(0.0, 0, 0), ignore_eos=False) for p, t in zip(short, prompts, strict=True)]
-    await asyncio.gather(*asked)
+    await asyncio.gather(*map(client.send, short, prompts))
     _, found = await client.get("/steps?since=999999999")
     return [] if found is None else list(found["lines"])
 
@@ -352,8 +350,7 @@ async def _prompts(client: Client, plans: Sequence[PlannedRequest], shared: int,
     draws, words = random.Random(seed), _WORDS.split()
     probe = [draws.choice(words) for _ in range(64)]
     for count in (64, 2):  # two words for a model of a short context
-        outcome = RequestOutcome(0.0, 0, 1)
-        await client.ask(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]), outcome, ignore_eos=False)
+        outcome = await client.send(PlannedRequest(0.0, 0, 1), " ".join(probe[:count]))
         if outcome.error is None:
             break
     else:
@@ -415,8 +412,7 @@ async def _run_clients() -> None:
         count, prompt, answer = map(int, line.split())
         plan = PlannedRequest(0.0, prompt, answer)
         prompts = [[draws.randrange(int(vocab)) for _ in range(prompt)] for _ in range(count)]
-        asked = [client.ask(plan, one, RequestOutcome(0.0, prompt, answer), ignore_eos=True) for one in prompts]
-        await asyncio.gather(*asked)
+        await asyncio.gather(*(client.send(plan, one, ignore_eos=True) for one in prompts))
         print(flush=True)
 
 

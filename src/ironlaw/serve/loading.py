@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ironlaw.cores import usable_cores
-from ironlaw.data.chat import Text, template_of
+from ironlaw.data.chat import Text, read_template
 from ironlaw.data.tokenizer import Tokenizer
 from ironlaw.errors import UserError
 from ironlaw.files import at_home
@@ -75,7 +75,7 @@ def load_served(path: Path, config: ServeConfig, needs_text: bool = False) -> Lo
     folder = path if path.is_dir() else path.parent
     served = prepare(trained.model, config, name=folder.resolve().name, held=trained.held)
     served.about, served.passed_over = trained.about(), trained.passed_over
-    served.tokenizer, served.template = trained.tokenizer, template_of(folder)
+    served.tokenizer, served.template = trained.tokenizer, read_template(folder)
     if trained.tokenizer is not None:
         served.end_tokens = frozenset(trained.tokenizer.ends)
     if config.draft is not None and config.speculation == "draft":

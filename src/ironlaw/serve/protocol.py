@@ -110,7 +110,7 @@ class RequestBody(BaseModel):
         if form is not None and form.type != "text" and other is not None:
             raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
         if form is not None and form.type == "json_object":
-            return "json_object", None
+            return "json_schema", {"type": "object"}
         if form is not None and form.type == "json_schema":
             if form.json_schema is None:
                 raise UserError("response_format.json_schema is missing: give its schema")

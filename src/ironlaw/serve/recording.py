@@ -41,7 +41,7 @@ class Recording:
         self.wanted = {"prefill": 0, "decode": 0}
         self._lines: dict[tuple[Phase, Kind, str], Line] = {}
 
-    def ask(self, steps: int) -> None:
+    def start(self, steps: int) -> None:
         """Record the next steps of each phase, in place of those before: another load has other batches."""
         self._lines = {}
         self.wanted = dict.fromkeys(self.wanted, steps)

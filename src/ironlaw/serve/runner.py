@@ -16,9 +16,9 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.kernels.library import INT4
 from ironlaw.kernels.native import Shapes, compiled
 from ironlaw.model.cached import DecodeTokens, Group, LayerCache, Pages, StepTokens
-from ironlaw.model.compiled import compiled_blocks
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.packed import PackedNorm
+from ironlaw.model.moe import ExpertLinear
+from ironlaw.model.packed import PackedLinear, PackedNorm, compiled_blocks
 from ironlaw.serve.graphs import Graphs, can_record
 from ironlaw.serve.loading import LoadedModel
 from ironlaw.serve.request import Request, SamplingParams
@@ -29,6 +29,9 @@ KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e
 # Pages that a group may read in vain, because its sequences differ in length, before it is split in two: about the cost
 # of one more attention call in each layer.
 _MAX_SPARE_PAGES = 64
+# Numbers of tokens above this are rounded up to multiples of it where oneDNN multiplies: it compiles a kernel for every
+# new number of rows, which takes about a millisecond and stays in memory (`model/grouped.py`).
+_ROWS = 16
 # Sequences with up to this many new tokens use compiled attention, which reads pages in place; others, matrix products.
 _MAX_DECODE_TOKENS = 8
 
@@ -86,8 +89,10 @@ class Runner:
             store = self.stores[groups[:layer].count(groups[layer])]
             self.caches.append(LayerCache(config, store, windowed, self.native, sinks))
         self.blocks = compiled_blocks(model, self.native, self.caches)
+        own = all(not isinstance(m, PackedLinear | torch.nn.Linear | ExpertLinear) for m in model.modules())
+        self.rows = _ROWS if device.type == "cpu" and not own else 1
         nobody = Request([0], SamplingParams(), blocks=[[0] for _ in range(max(groups) + 1)])
-        self.spare = RunnerWork(nobody, [0], 0, 0)  # padding rows of graphs, which write to page 0
+        self.spare = RunnerWork(nobody, [0], 0, 0)  # padding rows, which write to page 0
         graphed = graphs and device.type == "cuda" and can_record(config)
         self.graphs = Graphs() if graphed else None
 
@@ -100,7 +105,9 @@ class Runner:
         """Return the logits (R, V) of the wanted rows, or None, and `work` in their order."""
         if self.graphs is not None and all(len(w.tokens) == w.wanted == 1 for w in work):
             return self._graphed(self.graphs, work)[: len(work)], list(work)
-        few, many = self.arrange(work)
+        count = sum(len(w.tokens) for w in work)
+        spare = -count % self.rows if count > self.rows else 0
+        few, many = self.arrange([*work, *[self.spare] * spare])
         ordered = few + [w for part in many for w in part]
         tokens = [token for w in ordered for token in w.tokens]
         places = [place for w in ordered for place in range(w.start, w.start + len(w.tokens))]
@@ -119,7 +126,7 @@ class Runner:
         # Not under the profiler, which identifies operations by their modules.
         whole = self.blocks if steps[0].rows is None and not torch.autograd.profiler._is_profiler_enabled else None
         logits = self._forward(steps, self._tensor(tokens), positions, rows, long, whole)
-        return (logits if wanted else None), ordered
+        return (logits if wanted else None), [w for w in ordered if w is not self.spare]
 
     def _forward(self, steps: Sequence[StepTokens], tokens: Tensor, positions: Tensor, *more: Any) -> Tensor:
         """Return the model's logits, given the tokens of the step for each group of layers."""

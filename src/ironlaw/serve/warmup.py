@@ -86,7 +86,7 @@ async def _clients(engine: Engine, key: str) -> AsyncIterator[Callable[..., Coro
     """Run the clients of `engine` in another process (`ironlaw.serve.load`). Yields a function that sends them a line
     and waits for theirs; it raises OSError if they end before."""
     app = create_app(engine)
-    app.state.server.outbox.loop = asyncio.get_running_loop()
+    app.state.server.loop = asyncio.get_running_loop()
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False, lifespan="off"))
     server.config.load()
     server.lifespan = server.config.lifespan_class(server.config)

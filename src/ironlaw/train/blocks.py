@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import first_line
 from ironlaw.kernels.attention import available
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.masks import BlockMask
@@ -130,10 +131,6 @@ def _recomputed(block: nn.Module, forward: Callable[..., Any], policy: frozenset
         return (traced if torch.compiler.is_compiling() else checkpointed)(*arguments)
 
     return run
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def compile_blocks(

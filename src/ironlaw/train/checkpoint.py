@@ -28,7 +28,6 @@ from ironlaw.files import digest_of, read_json, sha256, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
-from ironlaw.train.history import read_sessions
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
 from ironlaw.train.state import Stateful, host_copy, load_unique_weights, unique_weights
 from ironlaw.workload.blocks import FP32
@@ -165,16 +164,10 @@ def newest_of(run: Path, warn: Callable[[str], Any] | None = None) -> Checkpoint
 
 
 def check_none_lost(run: RunDirectory) -> None:
-    """Raise UserError if a run without a usable checkpoint had some, since starting anew would overwrite its metrics. A
+    """Raise UserError if a run without a usable checkpoint had some, since starting over would overwrite its metrics. A
     run that was killed before its first checkpoint was complete has nothing to lose."""
-    metrics = run.metrics()
-    taken = [entry["step"] for entry in metrics if "checkpoint_seconds" in entry]
-    # A copy starts only when the previous checkpoint is on disk: if two were taken, the first was complete. A single
-    # one may have been incomplete when the run was killed; a complete one has left a marker file.
-    complete_ones = len(taken) > 1 or run.last_checkpoint_file.is_file()
-    sessions = read_sessions(run.sessions_file)
-    resumed = any(session.from_step or str(session.how).startswith(("done", "SIG")) for session in sessions)
-    if complete(run.checkpoints) or complete_ones or resumed:
+    if complete(run.checkpoints) or run.last_checkpoint_file.is_file():
+        metrics = run.metrics()
         raise UserError(
             f"{run.path} has taken {metrics[-1]['step'] if metrics else 0} steps, and none of its checkpoints can be "
             f"used: put an intact one into {run.checkpoints}, or start over with another --out"

@@ -26,7 +26,7 @@ from torch import nn
 
 from ironlaw.config import CheckpointConfig
 from ironlaw.errors import UserError
-from ironlaw.files import FULL, known_json, write_text
+from ironlaw.files import FULL, read_json_or_empty, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
@@ -142,11 +142,11 @@ class Checkpointer:
 
         first = self.ranks.rank == 0
         problem = self._attempt(prepare, step) if first else None
-        problem = problem if self._anybodys(problem) else self._attempt(write, step)
+        problem = problem if self._first_problem(problem) else self._attempt(write, step)
         by_rank = self.ranks.gather(digests)
-        if not self._anybodys(problem):
+        if not self._first_problem(problem):
             problem = self._attempt(commit, step) if first else None
-        self.failure = self._anybodys(problem)
+        self.failure = self._first_problem(problem)
         if self.failure is not None and first:
             shutil.rmtree(partial, ignore_errors=True)
             self.say(f"{self.failure}; training goes on")
@@ -162,7 +162,7 @@ class Checkpointer:
             return problem or f"the checkpoint of step {step} was not written: {error}"
         return None
 
-    def _anybodys(self, problem: str | None) -> str | None:
+    def _first_problem(self, problem: str | None) -> str | None:
         return next((found for found in self.ranks.gather(problem) if found is not None), None)
 
     def _disk_problem(self, error: Exception, step: int) -> str | None:
@@ -205,5 +205,5 @@ def _free_bytes(folder: Path) -> float:
 
 
 def _validation_loss(path: Path) -> float | None:
-    loss = known_json(path / disk.INDEX).get("validation_loss")
+    loss = read_json_or_empty(path / disk.INDEX).get("validation_loss")
     return float(loss) if isinstance(loss, int | float) and loss == loss else None

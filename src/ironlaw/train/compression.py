@@ -22,7 +22,7 @@ from torch import Tensor
 from ironlaw.catalog.formats import CompressionTarget, Method, NumberFormat, Score
 from ironlaw.config import RunConfig, build_config, load_config
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.chat import keep_beside
+from ironlaw.data.chat import write_tokenizer_fields
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
@@ -35,8 +35,7 @@ from ironlaw.numerics.compression import check_method, compress, mixed_formats
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.objective import CrossEntropy
-from ironlaw.train.quantized_store import QuantizedFiles
-from ironlaw.train.restore import check_first_weights, check_text, load_first_weights
+from ironlaw.train.restore import QuantizedFiles, check_first_weights, check_text, load_first_weights
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing, create_run
 
 CALIBRATION_SEQUENCES = 128  # from the training text, as in the GPTQ paper
@@ -258,7 +257,7 @@ def _write(
     if source.dataset.tokenizer_path is not None:
         shutil.copyfile(source.dataset.tokenizer_path, run.tokenizer_file)
         own = RunDirectory(source.path).tokenizer_file if found is not None else source.path
-        keep_beside(run.path, tokenizers.load(own, config.data.end_of_text))
+        write_tokenizer_fields(run.path, tokenizers.load(own, config.data.end_of_text))
     step, tokens = (found.step, found.tokens) if found is not None else (0, 0)
     folder = run.checkpoints / f".{disk.name_of(step)}.partial"
     folder.mkdir()

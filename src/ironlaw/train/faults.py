@@ -22,7 +22,7 @@ from ironlaw.train.checkpoint import Checkpoint
 from ironlaw.train.run_directory import ENDING_SIGNALS
 
 # PyTorch's allocator on the CPU raises plain RuntimeErrors.
-_WORDS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
+_MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _MESSAGES)
 
 
 def out_of_memory(
@@ -41,7 +41,7 @@ def out_of_memory(
     device = isinstance(error, torch.OutOfMemoryError)
     where = f"the {'device' if device else 'host'} is out of memory in step {step + 1}"
     expected = plan.totals["peak_bytes" if device else "resident_bytes"].value
-    advice = next(_smaller(config, plan, profile), None)
+    advice = next(_smaller_micro_batches(config, plan, profile), None)
     less = (
         f"train.micro_batch = {advice[0]} (now {config.micro_batch}) plans {units.bytes_(advice[1])} less: "
         f"--set train.micro_batch={advice[0]}"
@@ -52,7 +52,7 @@ def out_of_memory(
     return UserError(f"{where}; the plan expected {units.bytes_(expected)}; {less}; {resume}")
 
 
-def _smaller(config: RunConfig, plan: Ledger, profile: Profile) -> Iterator[tuple[int, float]]:
+def _smaller_micro_batches(config: RunConfig, plan: Ledger, profile: Profile) -> Iterator[tuple[int, float]]:
     """Yield (micro-batch, planned bytes saved) for sizes that save over 10%, largest first, and for size 1."""
     peak = plan.totals["peak_bytes"].value
     sizes = (n for n in range(config.micro_batch // 2, 0, -1) if config.train.global_batch % n == 0)

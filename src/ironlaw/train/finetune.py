@@ -1,32 +1,38 @@
 """Fine-tuning with adapters: freeze a base model, add trained adapters, and merge both into one model.
 
 Checkpoints hold only the adapters. They name their base and identify it by a digest, since adapters are meaningless
-with other base weights.
+with other base weights. Adapters are also written, and read as a start, in PEFT's format.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
-from ironlaw.files import open_file
+from ironlaw.errors import UserError
+from ironlaw.files import open_file, read_json, write_json
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
+from ironlaw.model.huggingface.spec import Names
 from ironlaw.model.linear import Linear, become
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.frozen_linear import quantize_frozen
 from ironlaw.train.checkpoint import newest_of
-from ironlaw.train.peft import read_adapter, write_adapter
 from ironlaw.train.precision import product_type
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
-from ironlaw.workload.finetune import FinetuneConfig, adapters_of
+from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of, linear_layers
 
 SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a weight file, for the digest: any further training changes all samples
 
@@ -98,6 +104,180 @@ def base_digest(source: str) -> str:
     return digest.hexdigest()
 
 
-def about_base(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
+def base_fields(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
     """Return the index fields that describe a checkpoint's base and adapters."""
     return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}
+
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+# Fields that change what an adapter computes or where it is applied, each with the only value supported here.
+_ONLY = {
+    "peft_type": "LORA", "bias": "none", "use_rslora": False,
+    "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
+    "target_parameters": None, "use_qalora": False, "trainable_token_indices": None,
+}  # fmt: skip
+
+
+def write_adapter(
+    folder: Path, trained: Mapping[str, Tensor], config: ModelConfig, names: Names, finetune: FinetuneConfig, base: str
+) -> None:
+    """Write PEFT's two files. `trained`: unsharded tensors by our names; `base`: name or path of the base model."""
+    chosen = adapters_of(config, names, finetune)
+    targets = chosen.targets
+    found: dict[str, list[tuple[AdapterTarget, dict[str, Tensor]]]] = {}
+    for target in targets:
+        parts = {p.name.rpartition(".")[2]: trained[p.name].detach() for p in target.parameters(finetune)}
+        found.setdefault(target.theirs, []).append((target, parts))
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for theirs, adapters in found.items():
+        # Several of our adapters on one PEFT matrix become one adapter: the ranks add up, and each keeps its own rows.
+        count = adapters[0][0].count
+        if count != len(adapters):
+            raise UserError(f"{theirs} is {count} matrices here: give finetune.targets all of them")
+        if count > 1:
+            ranks[theirs] = count * finetune.rank
+        prefix = PREFIX + theirs
+        tensors[f"{prefix}.lora_A.weight"] = torch.cat([parts["a"] for _, parts in adapters])
+        tensors[f"{prefix}.lora_B.weight"] = torch.block_diag(*(_theirs(t, parts["b"]) for t, parts in adapters))
+        if finetune.method == "dora":
+            lengths = torch.cat([_theirs(t, parts["magnitude"]) for t, parts in adapters])
+            tensors[f"{prefix}.lora_magnitude_vector"] = lengths
+    whole: dict[str, Tensor] = {}
+    for entry in chosen.saved:
+        entry.to_theirs(trained[entry.ours].detach(), whole)
+    if config.tied and whole:  # PEFT trains separate copies of the embedding and the output layer
+        whole[f"{names.head}.weight"] = whole[f"{names.embedding}.weight"]
+    tensors |= {PREFIX + name: tensor for name, tensor in whole.items()}
+    save_file({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, folder / WEIGHTS,
+              metadata={"format": "pt"})  # fmt: skip
+    fields: dict[str, Any] = _ONLY | {
+        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "r": finetune.rank,
+        "lora_alpha": _whole(finetune.alpha), "lora_dropout": finetune.dropout, "use_dora": finetune.method == "dora",
+        "target_modules": _module_names(targets, linear_layers(config, names)), "init_lora_weights": True,
+        "modules_to_save": sorted({_tail(name.rpartition(".")[0]) for name in whole}) or None,
+        "fan_in_fan_out": any(target.transposed for target in targets),
+    }  # fmt: skip
+    if ranks:
+        by_name = {_tail(theirs): rank for theirs, rank in ranks.items()}
+        fields |= {
+            "rank_pattern": by_name,
+            "alpha_pattern": {n: _whole(r * finetune.scale) for n, r in by_name.items()},
+        }
+    write_json(folder / CONFIG, fields)
+
+
+def _module_names(targets: Sequence[AdapterTarget], there: Sequence[AdapterTarget]) -> list[str]:
+    """Return the shortest suffixes of the targets' module names that match no matrix without an adapter."""
+    chosen, found = {target.theirs for target in targets}, set()
+    others = [target.theirs for target in there if target.theirs not in chosen]
+    for target in targets:
+        parts = target.theirs.split(".")
+        tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+        found.add(next(tail for tail in tails if not any(f".{other}".endswith(f".{tail}") for other in others)))
+    return sorted(found)
+
+
+def _tail(theirs: str) -> str:
+    return theirs.rpartition(".")[2]
+
+
+def _whole(number: float) -> float:
+    return int(number) if number.is_integer() else number
+
+
+def _theirs(target: AdapterTarget, rows: Tensor) -> Tensor:
+    """Permute `rows` from our order into PEFT's."""
+    if not target.order:
+        return rows
+    return torch.empty_like(rows).index_copy_(0, torch.tensor(target.order, device=rows.device), rows.detach())
+
+
+def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
+    """Raise UserError unless `folder` holds an adapter of this rank, alpha and method."""
+    if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
+        raise UserError(f"no adapter in {folder}: give a directory with {CONFIG} and {WEIGHTS}")
+    try:
+        _check_fields(folder, read_json(folder / CONFIG), finetune)
+    except (TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder / CONFIG} has a value of another type than PEFT writes: {error}") from None
+
+
+def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig) -> None:
+    for key, value in _ONLY.items():
+        if (fields.get(key) or None) != (value or None):
+            raise UserError(f"{folder / CONFIG} has {key} = {fields.get(key)!r}, which is not read here")
+    method = "dora" if fields.get("use_dora") else "lora"
+    if (method == "dora") != (finetune.method == "dora"):
+        raise UserError(f'the adapter in {folder} is of another method: use finetune.method = "{method}"')
+    for key, name, value in (("r", "rank", finetune.rank), ("lora_alpha", "alpha", finetune.alpha)):
+        if not math.isclose(float(fields.get(key, 8)), value):
+            raise UserError(f"the adapter in {folder} has {key} = {fields.get(key, 8)}: set finetune.{name} to it")
+    ranks, alphas = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+    for name in ranks | alphas:
+        if not math.isclose(alphas.get(name, finetune.alpha) / ranks.get(name, finetune.rank), finetune.scale):
+            raise UserError(f"the adapter in {folder} scales {name} otherwise than the rest, which is not read here")
+
+
+@torch.no_grad()
+def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig) -> None:
+    """Copy PEFT's tensors into the adapters of `model`. Raises UserError if they do not match the targets."""
+    check_adapter(folder, finetune)
+    try:
+        there = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise UserError(f"{folder / WEIGHTS} cannot be read ({error})") from None
+    known, chosen = set(), adapters_of(config, names, finetune)
+    for entry in chosen.saved:
+        theirs = [PREFIX + name for name in entry.theirs]
+        if entry.ours == "embedding.weight" and config.tied:
+            theirs.append(f"{PREFIX}{names.head}.weight")
+        parts = [there[name] for name in theirs if name in there]
+        if len(parts) < len(theirs) or not all(torch.equal(part, parts[0]) for part in parts):
+            both = " and ".join(theirs)
+            raise UserError(
+                f"the adapter in {folder} has no {both}, one tensor: set finetune.modules_to_save as it was"
+            )
+        known |= set(theirs)
+        table = model.get_parameter(entry.ours)
+        if parts[0].shape != table.shape:
+            raise UserError(f"{theirs[0]} in {folder} has shape {list(parts[0].shape)}, of another model")
+        table.copy_(parts[0])
+    for target in chosen.targets:
+        adapter = model.get_submodule(f"{target.layer}.adapters.{target.name}")
+        assert isinstance(adapter, Adapter)
+        for part, ours in (("lora_A.weight", adapter.a), ("lora_B.weight", adapter.b),
+                           ("lora_magnitude_vector", adapter.magnitude)):  # fmt: skip
+            name = f"{PREFIX}{target.theirs}.{part}"
+            if ours is None:
+                continue
+            if name not in there:
+                raise UserError(f"the adapter in {folder} has no {name}: give finetune.targets the modules it has")
+            known.add(name)
+            tensor = there[name]
+            with suppress(IndexError):  # wrong shape, reported below
+                tensor = _ours(target, tensor, finetune.rank, rows=part != "lora_A.weight")
+            if tensor.shape != ours.shape:
+                raise UserError(f"{name} in {folder} has shape {list(there[name].shape)}, of another rank or model")
+            ours.copy_(tensor)
+    left = sorted(there.keys() - known)
+    if left:
+        raise UserError(
+            f"the adapter in {folder} has {left[0]} as well: give finetune.targets and modules_to_save what it has"
+        )
+
+
+def _ours(target: AdapterTarget, tensor: Tensor, rank: int, rows: bool) -> Tensor:
+    """Return the part of a PEFT tensor that belongs to `target`: one of `count` slices, rows permuted to our order."""
+    first, size = target.which, target.stop - target.start
+    # The target's part of the rank, if `write_adapter` has merged several adapters; PEFT's own share the whole rank.
+    own = slice(first * rank, (first + 1) * rank)
+    if target.count > 1 and rows:
+        tensor = tensor[first * size : (first + 1) * size]
+        tensor = tensor[:, own] if tensor.dim() == 2 and tensor.shape[1] == target.count * rank else tensor
+    elif target.count > 1 and tensor.shape[0] == target.count * rank:
+        tensor = tensor[own]
+    return tensor[torch.tensor(target.order)] if rows and target.order else tensor

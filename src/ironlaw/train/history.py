@@ -44,7 +44,7 @@ def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
     return wall
 
 
-def _to_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None:
+def _count_as_repeated(wall: dict[str, float], lost: Sequence[dict[str, Any]]) -> None:
     """Move the time of `lost` steps to "repeated": it was spent all the same."""
     for name, seconds in wall_seconds_of(lost).items():
         if seconds:
@@ -85,16 +85,16 @@ class Sessions:
             self._end(last)
         lost = [entry for entry in metrics if entry["step"] > from_step]
         if last is not None and lost:  # steps that will be taken again
-            _to_repeated(last.wall_seconds, lost)
+            _count_as_repeated(last.wall_seconds, lost)
             last.repeated_steps += len(lost)
             self._end(last)
         self.current = Session(len(self.earlier) + 1, now(), from_step, setting)
         beginning = {"started": self.current.started, "from_step": from_step, "setting": setting}
         append_line(path, {"session": self.current.session} | beginning)
 
-    def rolled_back(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
+    def record_rollback(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
         """Account for the time of discarded steps of this session as repeated."""
-        _to_repeated(observed.wall_seconds, lost)
+        _count_as_repeated(observed.wall_seconds, lost)
         self.current.repeated_steps += len(lost)
 
     def end(self, how: str, to_step: int, observed: Observations) -> None:
@@ -158,7 +158,7 @@ def step_times(entry: dict[str, Any]) -> StepTimes:
     return StepTimes(entry["seconds"], {phase: entry[name] for phase, name in names.items() if name in entry})
 
 
-def keep_profile(path: Path, observed: Observations) -> None:
+def save_step_profile(path: Path, observed: Observations) -> None:
     """Save the profiled steps for the ledger of a later session that profiles none."""
     assert observed.profile is not None
     ledger = Ledger("run", lines=observed.profile.lines)
@@ -169,7 +169,7 @@ def keep_profile(path: Path, observed: Observations) -> None:
     ledger.save(path)
 
 
-def earlier_profile(path: Path, observed: Observations) -> None:
+def load_step_profile(path: Path, observed: Observations) -> None:
     """Load the profile of an earlier session, which counts unless this one makes its own."""
     if path.is_file():
         ledger = Ledger.load(path)
@@ -189,7 +189,7 @@ class Journal:
         self.run, self._say = run, say
         there = list(run.metrics())
         self.sessions = Sessions(run.sessions_file, step, setting, there)
-        run.forget_after(step)
+        run.drop_after(step)
         self._metrics = JsonLines(run.metrics_file, say)
         self._tracking = Tracking(config, run.path, step, say)
 
@@ -206,11 +206,11 @@ class Journal:
         """Append an event of the run and sync it to disk. Raises OSError if that fails."""
         write_event(self.run, event, **fields)
 
-    def forget_after(self, step: int, observed: Observations) -> None:
+    def drop_after(self, step: int, observed: Observations) -> None:
         """Drop the metrics of the discarded steps after `step`; their time is still accounted for."""
         self._metrics.close()
-        self.sessions.rolled_back([entry for entry in self.run.metrics() if entry["step"] > step], observed)
-        self.run.forget_after(step)
+        self.sessions.record_rollback([entry for entry in self.run.metrics() if entry["step"] > step], observed)
+        self.run.drop_after(step)
         self._metrics = JsonLines(self.run.metrics_file, self._say)
 
     def abandon(self, error: BaseException, step: int, observed: Observations) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ironlaw.train.transfer import TransferStream
+from ironlaw.train.offload import TransferStream
 
 BUCKET_BYTES = 64 * 2**20
 Groups = list[dict[str, Any]]

@@ -38,18 +38,18 @@ from ironlaw.train import checkpoint
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import Journal, NoJournal, batch_crc32, earlier_profile, keep_profile
+from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
-from ironlaw.train.recovery import GoBack, Recovery, respond
+from ironlaw.train.offload import Transfer
+from ironlaw.train.recovery import Recovery, Rollback, handle_spike
 from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.state import RandomState, Stateful, seed_everything
 from ironlaw.train.step import Step
-from ironlaw.train.transfer import Transfer
 
-REPLAN_AFTER = 3  # steps after the warm-up: their median predicts the other steps within the spread of single steps
-WORTH_SAYING_SECONDS = 10.0  # report the new plan only if more time than this remains
+REPLAN_AFTER_STEPS = 3  # after the warm-up: their median predicts the others within the spread of single steps
+MIN_REPORTED_SECONDS = 10.0  # report the new plan only if more time than this remains
 PROBE_EVERY_SECONDS = 3.0  # a probe takes some 10 ms: a third of a percent of the run
 
 
@@ -113,20 +113,20 @@ class Trainer:
         self.compiled = self.one_step.compile()
         self.recovery = Recovery(config.recovery, read_lines(self.run.events_file))
         if mesh.is_rank_0:
-            earlier_profile(self.run.profile_file, self.observed)
+            load_step_profile(self.run.profile_file, self.observed)
             self.journal = Journal(config, self.run, self.step, self._setting(), self.say)
         else:
             self.journal = cast(Journal, NoJournal())
         self._read_metrics()
 
     def _load(self, found: checkpoint.Checkpoint) -> None:
-        """Restore the state of `found`. States that it does not hold start anew."""
+        """Restore the state of `found`. States that it lacks start over."""
         average = self.one_step.average
         missing = self.one_step.load(found, self.states)
         for name in missing:
             self.say(f"the checkpoint holds no {name} state: it starts anew")
         if average is not None and "average" in missing:
-            average.start_over()
+            average.reset()
         self.step, self.tokens = found.step, found.tokens
         self.checkpointer.last = found
 
@@ -134,7 +134,7 @@ class Trainer:
         """Go on from the metrics of the steps so far, on every rank, after rank 0 has dropped those of later ones."""
         self.mesh.barrier()
         entries = self.run.metrics()
-        self.recovery.start_over(entries)
+        self.recovery.reset(entries)
         for entry in entries:  # a session without a step or a validation of its own ends with those of before
             self.train_loss = float(entry["loss"])
             self.validation_loss = float(entry.get("validation_loss", self.validation_loss))
@@ -151,7 +151,7 @@ class Trainer:
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
-        energy = EnergyMeter(
+        self.energy = EnergyMeter(
             accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
         )
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
@@ -159,7 +159,7 @@ class Trainer:
         first_step = self.step
         with self.interruption:
             try:
-                self._to_the_end(energy, first_step)
+                self._train_to_end(first_step)
             except BaseException as error:
                 with contextlib.suppress(Exception):
                     self.checkpointer.wait()  # complete a checkpoint in progress, whatever ends the run
@@ -169,13 +169,13 @@ class Trainer:
             self.interruption.name = None
         return Outcome(self._finish(), self.step, self.interruption.name)
 
-    def _to_the_end(self, energy: EnergyMeter, first_step: int) -> None:
+    def _train_to_end(self, first_step: int) -> None:
         """Take all steps, restoring a checkpoint after each spike that requires it, and write the last checkpoint."""
         while True:
             try:
-                self._steps(energy)
+                self._take_steps()
                 break
-            except GoBack as back:
+            except Rollback as back:
                 self._restore(back.target)
         if not self._checkpoint_due() and self.step > first_step:
             self._take_checkpoint()
@@ -187,7 +187,7 @@ class Trainer:
             self.observed.wall_seconds["checkpoint"] += time.perf_counter() - began
         self.journal.close()
 
-    def _steps(self, energy: EnergyMeter) -> None:
+    def _take_steps(self) -> None:
         """Take steps until the run ends, a signal arrives, or a loss spike requires a rollback."""
         config, observed = self.config, self.observed
         with Prefetcher(
@@ -197,25 +197,25 @@ class Trainer:
             self.prefetcher = batches
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
-                    self._record_steps(batches)
+                    self._profile_steps(batches)
                 else:
                     times = self._timed_step(batches, recording=False)
                     if self.step > self._warm_until:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
-                    if not self._replanned and len(observed.steps) == REPLAN_AFTER:
-                        self._plan_again()
-                self._probe_sometimes()
-                observed.joules, observed.joules_basis = energy.joules(), energy.basis
+                    if not self._replanned and len(observed.steps) == REPLAN_AFTER_STEPS:
+                        self._replan()
+                self._probe_if_due()
+                observed.joules, observed.joules_basis = self.energy.joules(), self.energy.basis
             self.data_facts = self.loader.facts() | batches.facts()
 
-    def _plan_again(self) -> None:
+    def _replan(self) -> None:
         """Estimate the run again from the first steps. The plan made before the run is kept."""
         before, total = (self.plan.totals[name].value for name in ("step_seconds", "total_seconds"))
         step = float(np.median([times.wall_seconds for times in self.observed.steps]))
         total += (step - before) * self.config.train.steps
         self._replanned = {"after_steps": self.step, "step_seconds": step, "total_seconds": total}
-        if (self.config.train.steps - self.step) * step < WORTH_SAYING_SECONDS:
+        if (self.config.train.steps - self.step) * step < MIN_REPORTED_SECONDS:
             return
         self.say(
             f"Plan       after {self.step} steps: {units.seconds(step)} per step, {units.seconds(total)} in all "
@@ -242,17 +242,16 @@ class Trainer:
                 if self.config.tracking.batch_digests:
                     self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number)
-            stop, numbers = self.interruption.name is not None, observer.numbers(number + 1)
-            result = self.one_step.update(loss, number, stop, numbers)
-        self.train_loss, self._gradient_norm, self._stop_requested, _ = result
+            result = self.one_step.update(loss, number, self.interruption.name is not None)
+        self.train_loss, self._gradient_norm, self._stop_requested = result
         if result.stop and self.interruption.name is None:
             self.interruption.name = "SIGTERM"  # another rank received a signal
         self.step += 1
         self.tokens += self.config.tokens_per_step
-        observer.after_step(result, self.step, self.journal.event, self.say)
+        observer.after_step(self.step, self.journal.event, self.say)
         return times
 
-    def _record_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
+    def _profile_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
         """Take a few steps under the profiler, which records the time of each operation and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -268,7 +267,7 @@ class Trainer:
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
         self.observer.recorded(recorded, self.observed.profile, persistent)
         if self.mesh.is_rank_0:
-            keep_profile(self.run.profile_file, self.observed)
+            save_step_profile(self.run.profile_file, self.observed)
         # The profiled steps and the work between them have already been counted under other headings.
         counted = sum(self.observed.wall_seconds.values()) - counted
         self.observed.wall_seconds["profiling"] = max(0.0, time.perf_counter() - began - counted)
@@ -277,7 +276,7 @@ class Trainer:
 
     def _after_step(self, times: StepTimes, recorded: bool) -> None:
         config, step = self.config, self.step
-        self._look_for_spike()
+        self._check_for_spike()
         phases = {f"{phase}_seconds": seconds for phase, seconds in times.phase_seconds.items()}
         entry: dict[str, Any] = {
             "step": step, "batch": self.recovery.batch(step - 1), "loss": self.train_loss, "tokens": self.tokens,
@@ -286,12 +285,10 @@ class Trainer:
         } | self.one_step.metrics()  # fmt: skip
         if not recorded:  # the time of profiled steps counts as profiling, which slows them
             self.observed.wall_seconds["training"] += times.wall_seconds
-        validated = False
         if _due(step, config.evaluation.every) or step == config.train.steps:
             entry |= self._evaluate()
-            validated = True
         if self._checkpoint_due():
-            entry["checkpoint_seconds"] = self._take_checkpoint(self.validation_loss if validated else None)
+            entry["checkpoint_seconds"] = self._take_checkpoint(entry.get("validation_loss"))
         entry["resident_bytes"] = host.resident_bytes()
         self.observed.resident_peak_bytes = max(self.observed.resident_peak_bytes or 0, entry["resident_bytes"])
         if recorded:
@@ -337,8 +334,8 @@ class Trainer:
         self.observed.wall_seconds["checkpoint"] += seconds
         return seconds
 
-    def _look_for_spike(self) -> None:
-        """Raise GoBack on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
+    def _check_for_spike(self) -> None:
+        """Raise Rollback on a spike, or UserError if going back cannot help. A spike's last step is not logged."""
         spike = self.recovery.observe(self.step, self.train_loss, self._gradient_norm)
         if spike is None:
             return
@@ -346,23 +343,23 @@ class Trainer:
         # All ranks detect the same spike from the same numbers; rank 0 inspects, chooses and deletes checkpoints.
         target, self.recovery.decisions = self.mesh.on_rank_0(
             lambda: (
-                respond(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say),
+                handle_spike(spike, self.recovery, self.run.checkpoints, self.journal.event, self.say),
                 self.recovery.decisions,
             )
         )
         if target is not None:
-            raise GoBack(target)
+            raise Rollback(target)
 
     def _restore(self, target: checkpoint.Checkpoint) -> None:
         """Go back to the state of `target`. Later steps are discarded, except from the events and the wall time."""
         began = time.perf_counter()
         self._load(target)
-        self.journal.forget_after(self.step, self.observed)
+        self.journal.drop_after(self.step, self.observed)
         self._read_metrics()
         wall = self.observed.wall_seconds
         wall["repeated"] = wall.get("repeated", 0.0) + time.perf_counter() - began
 
-    def _probe_sometimes(self) -> None:
+    def _probe_if_due(self) -> None:
         """Compare the machine's speed with its measured profile every few seconds."""
         now = time.perf_counter()
         due = now - self._last_probe > PROBE_EVERY_SECONDS

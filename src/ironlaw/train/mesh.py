@@ -71,13 +71,12 @@ class Mesh:
 
 
 class StepResult(NamedTuple):
-    """What all ranks agree on in a step: the loss over the global batch, the global gradient norm before clipping,
-    whether any rank requested a stop, and the sums of the numbers that each rank contributed."""
+    """What all ranks agree on in a step: the loss over the global batch, the global gradient norm before clipping, and
+    whether any rank requested a stop."""
 
     loss: float
     norm: float
     stop: bool
-    added: list[float]
 
 
 class Observer:
@@ -102,14 +101,8 @@ class Observer:
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Called with a finished profiler, the profile read from it, and the bytes held between steps."""
 
-    def numbers(self, number: int) -> list[float]:
-        """Return values for step `number` to be summed over ranks; all ranks return equally many."""
-        return []
-
-    def after_step(
-        self, result: StepResult, number: int, event: Callable[..., None], say: Callable[[str], None]
-    ) -> None:
-        """Called after step `number` with the sums over all ranks."""
+    def after_step(self, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+        """Called on every rank after step `number`."""
 
     def gather(self, observed: Observations) -> None:
         """Gather observations at the end of the run. Called on every rank."""

@@ -1,6 +1,6 @@
 """Training objectives. An objective computes the loss of a micro-batch and counts the items over which it is a mean.
 
-objective = objective_of(config, device)
+objective = build_objective(config, device)
 objective(model, batch, samples, "sum") / objective.count(batch)
 """
 
@@ -159,7 +159,7 @@ def _frozen(model: Transformer, device: torch.device) -> Transformer:
     return model.to(device).eval().requires_grad_(False)
 
 
-def second_of(config: RunConfig) -> Path | None:
+def second_model_path(config: RunConfig) -> Path | None:
     """Return the directory of the second model, if there is one: the teacher, or the model that DPO starts from."""
     second = config.objective.teacher
     if config.objective.kind == "dpo" and not config.finetune.adapts:
@@ -167,15 +167,15 @@ def second_of(config: RunConfig) -> Path | None:
     return None if second is None else at_home(second)
 
 
-def check_second(config: RunConfig, start: Checkpoint) -> None:
+def check_second_model(config: RunConfig, start: Checkpoint) -> None:
     """Raise UserError if the second model is not the one that `start` was trained beside."""
-    second, before = second_of(config), start.index.get("second_sha256")
+    second, before = second_model_path(config), start.index.get("second_sha256")
     if second is not None and before not in (None, base_digest(str(second))):
         raise UserError(f"{second} has changed since {start.path} was trained beside it: put its old weights back")
 
 
 def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
-    path = second_of(config)
+    path = second_model_path(config)
     assert path is not None
     teacher = load_trained(path, needs_text=False).model
     if teacher.config.vocab != config.model.vocab:
@@ -194,7 +194,7 @@ def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
 
 
 def _preference(config: RunConfig, device: torch.device) -> CrossEntropy:
-    second = second_of(config)
+    second = second_model_path(config)
     if second is None:
         return Preference(config.objective.beta, None)
     reference = Transformer(config.model)
@@ -209,7 +209,7 @@ OBJECTIVES: dict[str, Callable[[RunConfig, torch.device], CrossEntropy]] = {
 }
 
 
-def objective_of(config: RunConfig, device: torch.device) -> CrossEntropy:
+def build_objective(config: RunConfig, device: torch.device) -> CrossEntropy:
     """Return the configured objective. Raises UserError if a second model is missing or does not match."""
     with torch.random.fork_rng(devices=[]):  # a second model is initialized at random before it is read
         return OBJECTIVES[config.objective.kind](config, device)

@@ -1,20 +1,22 @@
-"""Builds the optimizer from `[optimizer]`: PyTorch's or a library's, with parameter groups."""
+"""Builds the optimizer from `[optimizer]`: PyTorch's, a library's or GaLore, with parameter groups; and learning-rate
+schedules."""
 
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.model.parameters import Parameter
-from ironlaw.train.galore import GaLore
 from ironlaw.train.host_optimizer import Combined, HostOptimizer
-from ironlaw.train.transfer import TransferStream
+from ironlaw.train.offload import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign, check_patterns
 
 
@@ -122,3 +124,88 @@ def _bitsandbytes(name: str) -> Any:
     except ImportError:
         raise UserError(f"optimizer.name = {name!r} needs bitsandbytes: pip install 'ironlaw[quant]'") from None
     return bitsandbytes.optim
+
+
+class GaLore(torch.optim.Optimizer):
+    """GaLore with decoupled weight decay as in AdamW, for matrices with both sides longer than `rank`. Each group has
+    lr, betas, eps, weight_decay, rank, projection_steps and scale."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        wide = gradient.shape[0] <= gradient.shape[1]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        # The step count is on the host, so that reading it needs no synchronization.
+        if int(state["step"]) % group["projection_steps"] == 0:
+            state["projection"] = leading_vectors(gradient, group["rank"], left=wide)
+        state["step"] += 1
+        projection = state["projection"]
+        low = projection.T @ gradient if wide else gradient @ projection.T  # (rank, n) or (m, rank)
+        if "exp_avg" not in state:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(low), torch.zeros_like(low)
+        (beta1, beta2), step = group["betas"], float(state["step"])
+        state["exp_avg"].lerp_(low, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(low, low, value=1 - beta2)
+        denominator = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        torch.div(state["exp_avg"], denominator, out=low)
+        update = projection @ low if wide else low @ projection
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"] * group["scale"] / (1 - beta1**step))
+
+
+def leading_vectors(gradient: Tensor, rank: int, *, left: bool) -> Tensor:
+    """Return orthonormal vectors: (m, rank) that span the row space if `left`, else (rank, n) for the columns."""
+    u, _, v = torch.linalg.svd(gradient.float(), full_matrices=False)
+    chosen = u[:, :rank] if left else v[:rank]
+    return chosen.to(gradient.dtype).contiguous().clone()
+
+
+def peak_rate(config: RunConfig) -> float:
+    """`optimizer.lr` scaled with the batch: linearly (arXiv 1706.02677) or by its root (arXiv 2205.10287 for Adam)."""
+    ratio = config.train.global_batch / config.schedule.reference_batch
+    factors = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}
+    return config.optimizer.lr * factors[config.schedule.lr_scaling]
+
+
+def learning_rate(config: RunConfig, step: int) -> float:
+    """Return the learning rate of `step`, counted from 0: linear warmup, then the schedule.
+
+    Warmup starts at peak / warmup rather than 0, so that the first batch is not wasted.
+    """
+    peak, warmup = peak_rate(config), config.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    span = max(1, config.train.steps - warmup)
+    return _after_warmup(config, peak, step - warmup, min(1.0, (step - warmup) / span))
+
+
+def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -> float:
+    """Return the rate `steps` after the warmup; `progress` (0 to 1) is their fraction of all steps after it."""
+    schedule = config.schedule
+    floor = peak * schedule.min_lr_fraction
+    match schedule.kind:
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            return peak + (floor - peak) * progress
+        case "exponential":
+            return peak * schedule.min_lr_fraction**progress
+        case "inverse_sqrt":
+            start = max(1, config.warmup_steps)
+            return max(floor, peak * math.sqrt(start / (start + steps)))
+        case "step":
+            return float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every)))
+        case "wsd":
+            left = (1 - progress) / schedule.decay_fraction
+            return floor + (peak - floor) * min(1.0, left)
+        case _:
+            return peak

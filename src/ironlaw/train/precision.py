@@ -42,12 +42,12 @@ def prepare(
         make_aware(blocks, train.qat)
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    rules, in_units = precision_recipe(precision), number_format(precision).in_units(capability(device))
+    rules, is_native = precision_recipe(precision), number_format(precision).is_native(capability(device))
     if rules is None:
-        if not in_units:
+        if not is_native:
             raise UserError(f'train.precision = "{precision}" needs a newer NVIDIA GPU: use train.precision = "bf16"')
         return None
-    if in_units:
+    if is_native:
         _by_torchao(blocks, rules)
         return None
     moment = Moment(train.seed, device=device)
@@ -60,12 +60,14 @@ def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
     layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
     try:
         if rules.name in PRODUCTS:
-            hand_over(layers, PRODUCTS[rules.name](), rules)
+            use_product(layers, PRODUCTS[rules.name](), rules)
         else:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             config = Float8LinearConfig.from_recipe_name("rowwise" if rules.name == "fp8_rowwise" else "tensorwise")
-            convert_to_float8_training(layers, module_filter_fn=lambda layer, _: reached(layer, rules), config=config)
+            convert_to_float8_training(
+                layers, module_filter_fn=lambda layer, _: has_whole_tiles(layer, rules), config=config
+            )
     except ImportError:
         raise UserError(f"train.precision = \"{rules.name}\" needs torchao: pip install 'ironlaw[quant]'") from None
 
@@ -120,15 +122,15 @@ class LibraryLinear(RoundedLinear):
         return found[: len(rows)].unflatten(0, x.shape[:-1])
 
 
-def hand_over(blocks: nn.Module, product: Product, rules: PrecisionRecipe) -> None:
+def use_product(blocks: nn.Module, product: Product, rules: PrecisionRecipe) -> None:
     """Make layers whose sizes are multiples of the tile use `product`; other layers keep PyTorch's."""
     for module in blocks.modules():
-        if isinstance(module, Linear) and reached(module, rules):
+        if isinstance(module, Linear) and has_whole_tiles(module, rules):
             layer = become(module, LibraryLinear)
             layer.multiply, layer.tile = product, rules.tile
 
 
-def reached(module: nn.Module, rules: PrecisionRecipe) -> bool:
+def has_whole_tiles(module: nn.Module, rules: PrecisionRecipe) -> bool:
     return isinstance(module, nn.Linear) and whole_tiles(rules.tile, module.in_features, module.out_features)
 
 
@@ -151,7 +153,7 @@ class LossScale(torch.amp.GradScaler):
         self.skipped_steps += not done
         return done
 
-    def decided(self, overflowed: bool) -> None:
+    def update_from_ranks(self, overflowed: bool) -> None:
         """Update the scale after ranks have jointly decided to take or skip a step, in place of `update`."""
         state = super().state_dict()
         if overflowed:

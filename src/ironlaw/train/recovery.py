@@ -87,18 +87,18 @@ def find_spike(history: Sequence[MeasuredStep], config: RecoveryConfig) -> Spike
     middle, spread = _robust([m.loss for m in before])
     norms = _robust([math.log(m.grad_norm) for m in before if m.grad_norm > 0] or [0.0])
 
-    def rough(m: MeasuredStep) -> bool:
+    def has_high_norm(m: MeasuredStep) -> bool:
         return m.grad_norm > 0 and math.log(m.grad_norm) - norms[0] > config.threshold * norms[1]
 
-    def out(m: MeasuredStep) -> bool:
-        share = 0.5 if rough(m) else 1.0
+    def is_outlier(m: MeasuredStep) -> bool:
+        share = 0.5 if has_high_norm(m) else 1.0
         return m.loss - middle > share * max(config.threshold * spread, config.minimum_rise)
 
-    if not all(out(m) for m in recent):
+    if not all(is_outlier(m) for m in recent):
         return None
     first = recent[0].step
     for m in reversed(before[-config.patience :]):  # gradient norms often rise a few steps before the loss
-        if not rough(m):
+        if not has_high_norm(m):
             break
         first = m.step
     sigmas = (newest.loss - middle) / spread
@@ -129,7 +129,7 @@ class Recovery:
         self.history: list[MeasuredStep] = []
         self._in_spike = False
 
-    def start_over(self, metrics: Iterable[dict[str, Any]]) -> None:
+    def reset(self, metrics: Iterable[dict[str, Any]]) -> None:
         """Set the history to the latest metrics, at the start or after a rollback."""
         self.history = [MeasuredStep.of(entry) for entry in metrics][-self._reach :]
         self._in_spike = False
@@ -192,17 +192,17 @@ def _is_decision(event: dict[str, Any]) -> bool:
     return all(isinstance(number, int) for number in numbers)
 
 
-_MILDER = "lower optimizer.lr, or train with train.precision = fp32 unless you do"
+_REMEDY = "lower optimizer.lr, or train with train.precision = fp32 unless you do"
 
 
-class GoBack(Exception):
+class Rollback(Exception):
     """Raised by a step to make the run continue from `target`."""
 
     def __init__(self, target: Checkpoint) -> None:
         self.target = target
 
 
-def respond(
+def handle_spike(
     spike: Spike, recovery: Recovery, folder: Path, event: Callable[..., None], say: Callable[[str], None]
 ) -> Checkpoint | None:
     """Decide on a spike and log it. Returns the checkpoint to go back to, or None if the run continues without one.
@@ -210,7 +210,7 @@ def respond(
     Raises UserError if the run must stop: at the last strike, or with a loss that is not finite and no checkpoint.
     """
     if not recovery.config.enabled:
-        raise UserError(f"{spike.reason} in step {spike.last_step}: {_MILDER}, or allow recovery.enabled")
+        raise UserError(f"{spike.reason} in step {spike.last_step}: {_REMEDY}, or allow recovery.enabled")
     record, target = _choose(spike, recovery, folder)
     stops = record["event"] == "stop"
     if stops and record["to_step"] is None:
@@ -219,7 +219,7 @@ def respond(
         if not math.isfinite(recovery.history[-1].loss + recovery.history[-1].grad_norm):
             raise UserError(
                 f"{spike.reason} in step {spike.last_step}, and there is no checkpoint before it to go back to: "
-                f"{_MILDER}"
+                f"{_REMEDY}"
             )
         record["event"] = "spike"
     try:
@@ -233,7 +233,7 @@ def respond(
         say(f"loss spike in step {spike.first_step} ({spike.reason}); no checkpoint before it, training goes on")
         return None
     recovery.decisions.append(record)
-    drop_after(folder, record["to_step"])
+    drop_checkpoints_after(folder, record["to_step"])
     if stops:
         raise UserError(_report(recovery, record))
     assert target is not None
@@ -265,7 +265,7 @@ def _choose(spike: Spike, recovery: Recovery, folder: Path) -> tuple[dict[str, A
             continue
 
 
-def drop_after(folder: Path, step: int) -> None:
+def drop_checkpoints_after(folder: Path, step: int) -> None:
     """Delete the checkpoints after `step`, which belong to the discarded branch."""
     for path in disk.complete(folder):
         if disk.step_of(path) > step:

@@ -3,35 +3,101 @@ does not start from random ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ironlaw.catalog.formats import number_format
 from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
 from ironlaw.errors import UserError
+from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import is_config_file, names_of, read_config
 from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
+from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
-from ironlaw.train.finetune import add_adapters, base_digest, merge
-from ironlaw.train.peft import check_adapter
-from ironlaw.train.quantized_store import QuantizedFiles, no_training, read_held
+from ironlaw.train.finetune import add_adapters, base_digest, check_adapter, merge
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.state import Stateful
+from ironlaw.train.state import Stateful, load_unique_weights, unique_weights
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
+
+FILE = "quantized.safetensors"
+_PARTS = ("codes", "scales", "tensor_scale", "bitmap")
+
+
+@dataclass
+class QuantizedFiles:
+    """A store (`checkpoint.Store`) that holds weights only, so that training cannot be resumed from it.
+
+    One safetensors file has, for each quantized weight NAME, the tensors NAME.codes, NAME.scales, NAME.tensor_scale and
+    NAME.bitmap, as far as its format has them, and all other weights under their names. The file's metadata have the
+    format, shape and block of each quantized weight (docs/formats.md).
+
+    held:  the compressed weights, by name; used only by `take` and `write`.
+    wide:  data type of the other weights, as far as it holds their numbers.
+    """
+
+    held: Mapping[str, Quantized]
+    wide: torch.dtype = torch.float32
+    name: str = "quantized"
+
+    def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> dict[str, Tensor]:
+        """Return the weights that are not quantized."""
+        return {n: stored(t, self.wide) for n, t in unique_weights(model).items() if n not in self.held}
+
+    def write(self, folder: Path, taken: dict[str, Tensor]) -> dict[str, str]:
+        tensors, about = dict(taken), {}
+        for name, weight in self.held.items():
+            tensors |= {f"{name}.{part}": tensor.contiguous() for part, tensor in weight.tensors.items()}
+            about[name] = {"format": weight.format.name, "shape": list(weight.shape), "block": weight.block}
+        save_file(tensors, folder / FILE, metadata={"format": "pt", "quantized": json.dumps(about)})
+        return {FILE: sha256(folder / FILE)}
+
+    def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
+        if states:
+            raise UserError(no_training(folder))
+        weights = {
+            name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
+        }
+        load_unique_weights(model, weights)
+        return []
+
+
+def no_training(folder: Path) -> str:
+    return (
+        f"{folder} holds compressed weights, which no training goes on from: resume the run that was compressed, or "
+        "start a new one from them with train.start_from"
+    )
+
+
+def read_held(folder: Path) -> Iterator[tuple[str, Tensor | Quantized]]:
+    """Yield the weights of a compressed checkpoint one by one, as plain or quantized tensors."""
+    with safe_open(folder / FILE, framework="pt") as file:
+        about: dict[str, dict[str, Any]] = json.loads(file.metadata()["quantized"])
+        names = set(file.keys())
+        parts = {f"{name}.{part}" for name in about for part in _PARTS}
+        for name in sorted(names - parts):
+            yield name, file.get_tensor(name)
+        for name, fields in about.items():
+            tensors = {part: file.get_tensor(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in names}
+            block = tuple(fields["block"]) if fields["block"] else None
+            yield name, Quantized(number_format(fields["format"]), torch.Size(fields["shape"]), block=block, **tensors)
+
 
 _FOREIGN = (SafetensorError, UnpicklingError, AssertionError, KeyError, TypeError, RuntimeError)
 """Errors of files with valid checksums but foreign content: unsafe pickles, other names or shapes."""
@@ -104,7 +170,7 @@ def check_first_weights(source: str, config: ModelConfig) -> None:
 
 
 def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> None:
-    """Load weights only: the optimizer, the schedule and the step count start anew."""
+    """Load weights only: the optimizer, the schedule and the step count start over."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
         load(newest_of(folder), model, config)
@@ -154,7 +220,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
         )
     if load(checkpoint, model, config, {average.name: average}):
         raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
-    average.exchange()
+    average.swap()
     if adapted:
         merge(model)
     return model.eval()

@@ -35,15 +35,15 @@ class Outcome:
 
 @torch.no_grad()
 def validate(
-    step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], most: int
+    step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], max_batches: int
 ) -> float:
-    """Return the mean loss on held-out text over all replicas, which share the batches. `most`: global batches at most.
+    """Return the mean loss on held-out text over all replicas, which share the batches. `max_batches`: global ones.
 
     Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
     pipelined = step.schedule is not None  # a pipeline evaluates only batches of the training step's size
     rows = step.share if pipelined else step.micro_batch
-    batches = list(loader.validation(rows, most * step.config.train.global_batch))
+    batches = list(loader.validation(rows, max_batches * step.config.train.global_batch))
     if pipelined:  # drop an incomplete batch, even if it is the only one
         batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0

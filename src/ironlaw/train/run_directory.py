@@ -72,7 +72,7 @@ class RunDirectory:
                 raise UserError(f"line {number} of {self.metrics_file} is of no step: remove it, or give a new --out")
         return entries
 
-    def forget_after(self, step: int) -> None:
+    def drop_after(self, step: int) -> None:
         """Drop the metrics of steps that a resumed run will take again."""
         kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
         write_text(self.metrics_file, "".join(kept))
@@ -85,13 +85,13 @@ def _has_numbers(entry: dict[str, Any]) -> bool:
     return all(isinstance(value, float | int) or value in ("nan", "inf", "-inf") for value in read)
 
 
-def beside(path: Path, word: str) -> Path:
+def path_beside(path: Path, word: str) -> Path:
     """Return the default output path for something made from a run or model: `path` with `-word` appended."""
     whole = path.resolve()
     return (path if path.name == whole.name else whole).with_name(f"{whole.name}-{as_name(word)}")
 
 
-def default_name(model: str) -> Path:
+def new_run_directory(model: str) -> Path:
     """Create and return a directory for a new run, unique even among runs started in the same second. It is removed at
     exit if it is still empty."""
     path = first = Path("runs") / f"{as_name(model)}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
@@ -124,7 +124,7 @@ def find_run(path: Path, config: RunConfig, resume: bool) -> RunDirectory:
             raise UserError(f"{path} exists: add --resume to continue it, or give another --out")
         if run.config_file.is_file():
             check_same_run(load_config(run.config_file), config, path)
-        elif any(entry.name not in (run.checkpoints.name, LOCK) and not _is_torn(entry) for entry in path.iterdir()):
+        elif any(entry.name not in (run.checkpoints.name, LOCK) and not _is_partial(entry) for entry in path.iterdir()):
             raise UserError(f"{path} holds files but no config.toml, so it is no run: give --out a new directory")
     return run
 
@@ -133,8 +133,8 @@ def create_run(run: RunDirectory, config: RunConfig) -> None:
     """Create the directory and write the config. This is the first write of a run, after its input has been checked."""
     try:
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        remove_torn(run.path)
-        remove_torn(run.checkpoints)
+        remove_partial(run.path)
+        remove_partial(run.checkpoints)
         write_text(run.config_file, config.to_toml())
     except OSError as error:
         raise UserError(
@@ -148,11 +148,11 @@ def existing_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
-def remove_torn(folder: Path, of: str = "*") -> None:
+def remove_partial(folder: Path, of: str = "*") -> None:
     """Delete partial files of terminated processes, which would otherwise fill the disk after many kills."""
     for path in folder.glob(f".{of}.partial"):
         process = path.name.split(".")[-2]
-        if _is_torn(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
+        if _is_partial(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -169,9 +169,9 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     if is_taken(folder):
         raise UserError(f"{folder} exists: give a new directory")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
-    remove_torn(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
+    remove_partial(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
-        with _signals_raise():
+        with _raise_on_signals():
             partial.mkdir(parents=True)
             yield partial
             partial.rename(folder)  # also replaces an empty directory
@@ -184,7 +184,7 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
+def _raise_on_signals() -> Iterator[None]:
     """What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does."""
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -201,7 +201,7 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _is_torn(path: Path) -> bool:
+def _is_partial(path: Path) -> bool:
     """Whether `path` is left from an interrupted atomic write: `.NAME.PROCESS.partial`."""
     return path.name.startswith(".") and path.name.endswith(".partial")
 

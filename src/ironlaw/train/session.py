@@ -33,7 +33,7 @@ from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh, Observer
-from ironlaw.train.objective import check_second
+from ironlaw.train.objective import check_second_model
 from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
@@ -42,8 +42,8 @@ from ironlaw.train.run_directory import RunDirectory, create_run, find_run, lock
 from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
-LOOK_SECONDS = 0.6  # of probing the machine's current speed before a run
-WORTH_A_LOOK = 0.02  # the most that probing may take of the planned run
+PROBE_SECONDS = 0.6  # of probing the machine's current speed before a run
+MAX_PROBE_FRACTION = 0.02  # the most that probing may take of the planned run
 
 
 def run_training(
@@ -108,10 +108,10 @@ def run_training(
             if dataset.tokenizer_path is not None:
                 shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
                 if config.data.tokenizer is not None:
-                    from ironlaw.data.chat import keep_beside
+                    from ironlaw.data.chat import write_tokenizer_fields
 
                     given = tokenizers.load(config.data.tokenizer, config.data.end_of_text)
-                    keep_beside(run.path, given, config.data.chat_template)
+                    write_tokenizer_fields(run.path, given, config.data.chat_template)
             if planned is not None:
                 planned(plan, dataset)
 
@@ -125,10 +125,10 @@ def run_training(
 def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
     """Plan a run of one process. Raises UserError for a config that cannot run."""
     plan = plan_run(config, profile)
-    worth = WORTH_A_LOOK * plan.totals["total_seconds"].value
-    if profile.probe and profile.device == "cpu" and worth > LOOK_SECONDS:
+    worth = MAX_PROBE_FRACTION * plan.totals["total_seconds"].value
+    if profile.probe and profile.device == "cpu" and worth > PROBE_SECONDS:
         torch.set_num_threads(mesh.threads(profile))
-        now = Probe(profile.fp32_products).slowdown(profile, LOOK_SECONDS)
+        now = Probe(profile.fp32_products).slowdown(profile, PROBE_SECONDS)
         plan = plan_run(config, profile, now) if now is not None else plan
     if not totals.fits(plan):
         raise UserError(
@@ -160,7 +160,7 @@ def _train(
     if mesh.size == 1:  # the records that improve later plans are of single processes only
         interference.append_observations(profile, trainer.observed.probes)
         _remember(plan, outcome, profile, run)
-        supply.remember(config.data, config.sequence, outcome.ledger.facts["data"])
+        supply.write_supply(config.data, config.sequence, outcome.ledger.facts["data"])
     return outcome
 
 
@@ -188,7 +188,7 @@ def check_start(
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
-        check_second(config, start)
+        check_second_model(config, start)
         check_text(run.path, dataset, start)
     policy, steps = config.checkpoint, config.train.steps
     kept = policy.keep + policy.keep_best + (steps // policy.keep_every if policy.keep_every else 0)

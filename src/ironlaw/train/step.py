@@ -30,17 +30,15 @@ from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
-from ironlaw.train.finetune import about_base, add_adapters, base_digest
+from ironlaw.train.finetune import add_adapters, base_digest, base_fields
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
-from ironlaw.train.objective import CrossEntropy, objective_of, second_of
-from ironlaw.train.offload import ActivationOffload
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate, trained_parameters
+from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
+from ironlaw.train.offload import ActivationOffload, TransferStream
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import Stateful
-from ironlaw.train.transfer import TransferStream
 from ironlaw.workload.sections import FROZEN
 
 
@@ -56,7 +54,7 @@ class Step:
     attention: str | None = None  # the attention kernel in use, if known
     offload: ActivationOffload | None = None
     schedule: Any = None  # pipeline schedule, if any
-    plugins: Sequence[Any] = ()  # used on many ranks (`train/parallel/plugin.py`)
+    plugins: Sequence[Any] = ()  # used on many ranks (`train/average.py`)
     delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
     moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 
@@ -104,8 +102,8 @@ class Step:
             self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around
         self.attention = attention_kernel(self.model, config, device, self.precision)
-        self.objective = objective_of(config, device)
-        if (second := second_of(config)) is not None:
+        self.objective = build_objective(config, device)
+        if (second := second_model_path(config)) is not None:
             self.about["second_sha256"] = base_digest(str(second))
         self.store = AdapterFiles() if config.finetune.adapts else WholeFiles()
 
@@ -117,7 +115,7 @@ class Step:
             load_first_weights(source, model, config.model)
         if source and config.finetune.adapts:
             add_adapters(model, config.model, config.finetune, source, self.precision)
-            self.about = about_base(config.finetune, source)
+            self.about = base_fields(config.finetune, source)
         return model
 
     def compile(self) -> bool:
@@ -188,7 +186,7 @@ class Step:
                 self.offload.begin()
             return self._share_of_loss(batch.rows(rows), batch, counted, None if samples is None else samples[rows])
 
-        return self._micro_batches(len(batch.inputs), number, loss_of, self._look_at_first if estimating else None)
+        return self._micro_batches(len(batch.inputs), number, loss_of, self._record_first_norm if estimating else None)
 
     def _samples(self, number: int) -> Tensor | None:
         """Return this replica's sequence numbers within the run if they seed dropout, equally on any layout."""
@@ -246,20 +244,20 @@ class Step:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.micro_batches
 
-    def _look_at_first(self, sequences: int, of: int) -> None:
+    def _record_first_norm(self, sequences: int, of: int) -> None:
         """Record the gradient norm of the first micro-batch alone, for the noise scale."""
         norm = float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         self.small_square = sequences, (norm / self.scale.get_scale()) ** 2 * (of / sequences) ** 2
 
     # -- update ----------------------------------------------------------------------------------------------
 
-    def update(self, loss: Tensor, number: int, stop: bool = False, numbers: Sequence[float] = ()) -> StepResult:
+    def update(self, loss: Tensor, number: int, stop: bool = False) -> StepResult:
         """Clip gradients by their global norm, update the weights and clear the gradients. Every rank returns the same:
-        `loss` over all ranks, the norm, whether any rank requests a `stop`, and the sums of `numbers`."""
+        `loss` over all ranks, the norm, and whether any rank requests a `stop`."""
         recording = self.recording
         alone = self.mesh.size == 1 or self.device.type == "cpu"
         with self.phase(Phase.OPTIMIZER if alone else Phase.COMMUNICATION), scope(f"{MODULE_SCOPE}clip", recording):
-            mean, norm, stop, added = self._reduce_and_clip(loss, stop, numbers)
+            mean, norm, stop = self._reduce_and_clip(loss, stop)
         with self.phase(Phase.OPTIMIZER):
             set_learning_rate(self.optimizer, learning_rate(self.config, number))
             with scope(MODULE_SCOPE + self.config.optimizer.name, recording):
@@ -278,19 +276,17 @@ class Step:
                 if self.small_square is not None:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
-            result = StepResult(float(mean), self._norm, stop, added)
+            result = StepResult(float(mean), self._norm, stop)
         for plugin in self.plugins:
             with self.clock.phase(Phase.COMMUNICATION):
                 plugin.after(number + 1)
         return result
 
-    def _reduce_and_clip(
-        self, loss: Tensor, stop: bool, numbers: Sequence[float]
-    ) -> tuple[Any, Any, bool, list[float]]:
+    def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[Any, Any, bool]:
         """Clip the gradients. Returns the fields of `StepResult`, with tensors not yet synchronized to the host."""
         self.scale.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.train.clip)
-        return loss, norm, stop, list(numbers)
+        return loss, norm, stop
 
     def _step_optimizer(self) -> bool:
         """Step the optimizer. Returns False if the gradient overflowed and the update was skipped."""

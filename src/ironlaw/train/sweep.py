@@ -93,7 +93,7 @@ def sweep_formats(
         "tokens_per_second": usual,
     })  # fmt: skip
     for point in points:
-        point["frontier"] = not any(_beats(other, point) for other in points)
+        point["frontier"] = not any(_dominates(other, point) for other in points)
     return {
         "schema": 1, "source": str(path), "held_out_tokens": result.held_out_tokens, "points": points,
         "left_out": left_out, "seconds": time.monotonic() - began,
@@ -105,7 +105,7 @@ def _name(to: str, method: str, whole: bool) -> str:
     return f"{to} {method}" + (", all layers" if whole else "")
 
 
-def _beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _dominates(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether `one` is nowhere worse and somewhere better. Speed counts only if either is decoded by a kernel."""
     gains = [other["bytes"] - one["bytes"], other["loss"] - one["loss"]]
     if one["kernels"] or other["kernels"]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ironlaw.config import RunConfig, TrackingConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, first_line
 
 WAITING = 1000  # queued steps; further ones are dropped rather than delay the run
 
@@ -53,7 +53,8 @@ def _weights_and_biases(config: RunConfig, folder: Path, first_step: int) -> Tra
 
     run: Any = wandb.init(
         project=config.tracking.project, name=config.tracking.name or folder.name, dir=str(folder),
-        id=_run_id(folder), resume="allow", config=config.model_dump(mode="json"),
+        id=_run_id(folder / ".wandb-run", lambda: os.urandom(6).hex()), resume="allow",
+        config=config.model_dump(mode="json"),
     )  # fmt: skip
     return Tracker(lambda step, values: run.log(dict(values), step=step), run.finish)
 
@@ -67,15 +68,15 @@ def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
     client: Any = MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(config.tracking.project)
     experiment = found.experiment_id if found else client.create_experiment(config.tracking.project)
-    known = folder / ".mlflow-run"
-    if known.is_file():  # a resumed run continues the same MLflow run
-        run = known.read_text(encoding="utf-8").strip()
-    else:
-        run = client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
-        known.write_text(run, encoding="utf-8")
+
+    def create() -> str:
+        created: str = client.create_run(experiment, run_name=config.tracking.name or folder.name).info.run_id
         for section, table in config.model_dump(mode="json").items():
-            for key, value in (table or {}).items() if isinstance(table, dict) else ():
-                client.log_param(run, f"{section}.{key}", value)
+            for key, value in table.items() if isinstance(table, dict) else ():
+                client.log_param(created, f"{section}.{key}", value)
+        return created
+
+    run = _run_id(folder / ".mlflow-run", create)
 
     def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -84,11 +85,10 @@ def _mlflow(config: RunConfig, folder: Path, first_step: int) -> Tracker:
     return Tracker(log, lambda: client.set_terminated(run))
 
 
-def _run_id(folder: Path) -> str:
-    """Return an id that is the same for all sessions of a run."""
-    file = folder / ".wandb-run"
+def _run_id(file: Path, create: Callable[[], str]) -> str:
+    """Return a tracker's id of the run, which all sessions share: the one in `file`, or a new one."""
     if not file.is_file():
-        file.write_text(os.urandom(6).hex(), encoding="utf-8")
+        file.write_text(create(), encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
 
 
@@ -151,8 +151,7 @@ class Tracking:
             call(*arguments)
         except Exception as error:  # no failure of a tracker may end the run
             trackers.pop(name, None)
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self._say(f"tracking to {name} stopped: {reason}; metrics.jsonl goes on")
+            self._say(f"tracking to {name} stopped: {first_line(error)}; metrics.jsonl goes on")
 
 
 def _number(value: Any) -> bool:

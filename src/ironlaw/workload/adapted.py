@@ -21,11 +21,11 @@ DEQUANTISING_BYTES = 17  # peak per number: its unpacked code (1), the code as a
 
 def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator[Operation]:
     """Yield the operations of a layer of a kind, with their backward passes, given its adapters (`shape.adapters`)."""
-    own = shape.adapters[0]
+    adapters = shape.adapters[0]
     last: tuple[Operation, ...] = ()
-    needs_gradient = not (own.first and own.rows) or kind == "head"  # the input: not before the first adapter
+    needs_gradient = not (adapters.first and adapters.rows) or kind == "head"  # the input: not before the first adapter
     for op in operations:
-        if kind in own.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
+        if kind in adapters.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
             yield op  # trained in full
             continue
         if op.kernel == "matmul_weight_gradient":  # in the forward pass: of a chunked loss
@@ -33,25 +33,25 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             yield without_work(op, temporary_bytes=0, frees_temporary_bytes=left)
             continue
         if op.kernel == "cast" and any(g.gradient_bytes for g in op.gradient):  # a weight's cast
-            others = tuple(g for g in op.gradient if not g.gradient_bytes)
-            if own.casts_weights:  # not saved where no gradient of the input is asked for
-                yield replace(op, gradient=others, saved_bytes=op.saved_bytes if needs_gradient else 0)
+            input_gradients = tuple(g for g in op.gradient if not g.gradient_bytes)
+            if adapters.casts_weights:  # not saved where no gradient of the input is asked for
+                yield replace(op, gradient=input_gradients, saved_bytes=op.saved_bytes if needs_gradient else 0)
             else:  # its other gradients still come last in the layer's backward pass
-                last = others
+                last = input_gradients
             continue
-        rows = own.rows_of(op.name) if op.matmul is not None else ()
+        rows = adapters.rows_of(op.name) if op.matmul is not None else ()
         rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
         gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, needs_gradient)]
         last = ()
-        if kind == "embedding" and kind not in own.ends:
-            op, gradient = replace(op, saved_bytes=0 if own.starts_plain else op.saved_bytes), []
-        if own.first and own.starts_plain and op.name == "attention_norm" and op.kind is Kind.NORM:
+        if kind == "embedding" and kind not in adapters.ends:
+            op, gradient = replace(op, saved_bytes=0 if adapters.starts_plain else op.saved_bytes), []
+        if adapters.first and adapters.starts_plain and op.name == "attention_norm" and op.kind is Kind.NORM:
             statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
             op = with_memory(op, saved=-statistics)
             gradient = [replace(g, frees_saved_bytes=0) for g in gradient]
         if not (needs_gradient or rows):
             gradient = [replace(g, repeat=0, flops=None) for g in gradient]
-        if op.matmul is not None and kind != "head" and own.method == "qlora":
+        if op.matmul is not None and kind != "head" and adapters.method == "qlora":
             yield _dequantise(shape, op, columns=op.matmul[2])
         if not rows:
             yield replace(op, gradient=tuple(gradient))
@@ -65,9 +65,9 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
 
 def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs_gradient: bool) -> Iterator[Operation]:
     """Yield what replaces one operation of a backward pass. `needs_gradient`: whether the layer's input does."""
-    own, op = shape.adapters[0], replace(op, gradient_bytes=0)
+    block, op = shape.adapters[0], replace(op, gradient_bytes=0)
     if op.kernel == "matmul_weight_gradient":  # only its memory remains, without gradient and absent weight copy
-        absent = op.temporary_bytes if shape.casts and not (own.casts_weights and needs_gradient) else 0
+        absent = op.temporary_bytes if shape.casts and not (block.casts_weights and needs_gradient) else 0
         freed = op.frees_saved_bytes - absent
         yield without_work(op, temporary_bytes=0, frees_saved_bytes=freed)
     elif op.kernel == "sum_rows":  # a bias gradient
@@ -75,7 +75,7 @@ def _backward(shape: Shape, kind: str, op: Operation, rows: Sequence[int], needs
     elif op.matmul is None:
         yield op
     else:
-        if kind != "head" and own.method == "qlora":
+        if kind != "head" and block.method == "qlora":
             yield _dequantise(shape, op, columns=op.matmul[1])
         yield from _adapters_backward(shape, op, rows, needs_gradient)
         if rows and not needs_gradient:
@@ -100,13 +100,13 @@ def _adapters(shape: Shape, op: Operation, adapters: Sequence[int], needs_gradie
     """Yield the down and up projections, and the sum with the frozen product. `adapters`: output rows of each;
     `needs_gradient`: whether the input's is computed, without which the down projection's matrix is not saved."""
     assert op.matmul is not None
-    (tokens, outputs, inputs), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
-    name, rank = f"{op.name}_adapter", own.rank
+    (tokens, outputs, inputs), w, block = op.matmul, shape.matmul_bytes, shape.adapters[0]
+    name, rank = f"{op.name}_adapter", block.rank
     for rows in adapters:
         casts = rank * (rows + inputs * needs_gradient) * w if shape.casts else 0
         yield product(name, (tokens, rank, inputs), w, saved=tokens * rank * w + casts)
         yield product(name, (tokens, rows, rank), w)
-        if own.method == "dora":  # the norms of the merged rows: saved with the factors and the unscaled output
+        if block.method == "dora":  # the norms of the merged rows: saved with the factors and the unscaled output
             merged = rows * inputs * FP32
             yield product(name, (rows, inputs, rank), FP32, saved=_saved_by_dora(tokens, rows, w), scratch=merged)
     size = tokens * outputs * w  # of the frozen product, of the adapters' and of their sum
@@ -122,8 +122,8 @@ def _adapters_backward(
     shape: Shape, op: Operation, adapters: Sequence[int], needs_gradient: bool
 ) -> Iterator[Operation]:
     assert op.matmul is not None
-    (tokens, inputs, _), w, own = op.matmul, shape.matmul_bytes, shape.adapters[0]
-    name, rank, dora, weight = f"{op.name}_adapter", own.rank, own.method == "dora", "matmul_weight_gradient"
+    (tokens, inputs, _), w, block = op.matmul, shape.matmul_bytes, shape.adapters[0]
+    name, rank, dora, weight = f"{op.name}_adapter", block.rank, block.method == "dora", "matmul_weight_gradient"
     for number, rows in enumerate(adapters):
         casts = rank * (rows + inputs * needs_gradient) * w if shape.casts else 0
         freed = tokens * rank * w + casts + dora * _saved_by_dora(tokens, rows, w)
@@ -133,5 +133,5 @@ def _adapters_backward(
         yield product(name, (rank, inputs, tokens), w, kernel=weight, parameters=rank * inputs * FP32)
         if needs_gradient:
             size = tokens * inputs * w
-            again = size if number else 0  # later input gradients are added in place to the first
-            yield product(name, (tokens, inputs, rank), w, temporary=size, frees_temporary=again)
+            freed_input = size if number else 0  # later input gradients are added in place to the first
+            yield product(name, (tokens, inputs, rank), w, temporary=size, frees_temporary=freed_input)

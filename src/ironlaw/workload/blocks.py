@@ -12,7 +12,7 @@ from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.conventions import OURS, Conventions
 from ironlaw.workload.operations import Operation, call, fast_replace
-from ironlaw.workload.sizes import Size, divided, several, smaller
+from ironlaw.workload.sizes import Size, above_one, divided, smaller
 
 Precision = Literal["fp32", "bf16", "fp16"]
 FP32 = 4
@@ -32,12 +32,7 @@ class Division:
     @property
     def divides_attention(self) -> bool:
         """Whether several ranks compute one micro-batch's attention."""
-        return several(self.tp) or several(self.cp)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether a single rank computes the micro-batch with a fused qkv layer."""
-        return not (self.divides_attention or self.split_qkv)
+        return above_one(self.tp) or above_one(self.cp)
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,16 @@ class Shape:
         return divided(self.tokens, self.stream_shards)
 
     @property
+    def elements(self) -> Size:
+        """Elements of the hidden states (T, H)."""
+        return self.tokens * self.model.hidden
+
+    @property
+    def stream_elements(self) -> Size:
+        """Elements of the residual stream that a rank holds between layers."""
+        return self.stream_tokens * self.model.hidden
+
+    @property
     def stream_bytes(self) -> int:
         """Bytes per element of the residual stream and of norm outputs."""
         return FP32 if self.conventions.autocast else self.matmul_bytes
@@ -119,11 +124,11 @@ class Shape:
     @property
     def normed_bytes(self) -> Size:
         """Bytes of a norm's output that linear layers save: gathered over tp, or only the rank's own part."""
-        held = self.tokens * self.model.hidden
+        elements = self.elements
         if self.conventions.autocast:
-            return held * FP32
+            return elements * FP32
         gathered = self.conventions.gathered_inputs * (self.stream_shards > 1)
-        return held * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
+        return elements * self.conventions.storage.input_bytes * (gathered + (1 - gathered) / self.stream_shards)
 
     @property
     def mask_bytes(self) -> int:
@@ -160,7 +165,7 @@ class Shape:
     @property
     def keeps_stream(self) -> bool:
         """Whether the residual stream is saved for the backward pass: not if only a copy of it is read."""
-        return self.model.norm_place != "post" or not (self.casts or several(self.stream_parts))
+        return self.model.norm_place != "post" or not (self.casts or above_one(self.stream_parts))
 
     @property
     def stream_parts(self) -> Size:
@@ -258,8 +263,7 @@ def dropout(shape: Shape) -> list[Operation]:
     """
     if not shape.model.dropout:
         return []
-    elements = shape.tokens * shape.model.hidden
-    branch = elements * shape.matmul_bytes
+    elements, branch = shape.elements, shape.elements * shape.matmul_bytes
     kept = elements if shape.fused_rmsnorm else branch
     # The stream's gradient stays alive beside the branch's; in reduced precision its cast copy is freed.
     back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
@@ -293,12 +297,17 @@ def elementwise(shape: Shape, name: str, kernel: str, elements: Size, tensors: f
     return call(name, kernel, elements, tensors * elements * shape.matmul_bytes, **memory)
 
 
+def gradient_sum(shape: Shape, name: str, elements: Size, frees: Size) -> Operation:
+    """The addition in place of two gradients of one tensor, which frees `frees` bytes of one of them."""
+    return elementwise(shape, name, "add_in_place", elements, 3, frees_temporary=frees)
+
+
 def cast(shape: Shape, name: str, elements: Size, *, wide: bool = False, **memory: Any) -> Operation:
     """A cast from fp32 to the products' precision, or back if `wide`; its gradient is cast the opposite way."""
     full, narrow = elements * FP32, elements * shape.matmul_bytes
-    made, gone = (narrow, full) if wide else (full, narrow)
-    alike = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
-    back = call(name, "cast", elements, full + narrow, temporary=made, frees_temporary=gone, **alike)
+    allocated, freed = (narrow, full) if wide else (full, narrow)
+    shared = {key: memory[key] for key in ("kind", "on_stream") if key in memory}
+    back = call(name, "cast", elements, full + narrow, temporary=allocated, frees_temporary=freed, **shared)
     return call(name, "cast", elements, full + narrow, gradient=[back], **memory)
 
 

@@ -38,9 +38,9 @@ from ironlaw.workload.sharding import (
     bucket_bytes,
     expert_dp,
     is_plain,
-    of_site,
     parameter_groups,
     shard_of,
+    site_layout,
 )
 
 
@@ -54,18 +54,16 @@ def aliases_of(model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Rec
 
     `world` stays separate: its time shows how long ranks wait for the slowest.
     """
-    inner = of_site(layout, recipe.communication)
-    names = ["replicate", "shard", "tp", "pp", "expert_replicate", "expert_shard", "ep", "cp"]
-    groups = {name: group_of(inner, name) for name in names}
-    groups["site"] = layout.dp // inner.dp, inner.accelerators
+    site = site_layout(layout, recipe.communication)
+    groups = {name: group_of(site, name) for name in ("replicate", "shard", "tp", "pp")}
+    groups["site"] = layout.dp // site.dp, site.accelerators
     if model.moe is not None:
         groups["micro_batch"] = counted_together(layout, batch) * layout.cp, layout.tp
+    groups |= {name: group_of(site, name) for name in ("expert_replicate", "expert_shard", "ep", "cp")}
     first: dict[tuple[int, int], str] = {}
-    aliases = {}
-    for name in ("replicate", "shard", "tp", "pp", "site", "micro_batch", *names[4:]):
-        if groups.get(name, (1, 1))[0] > 1 and first.setdefault(groups[name], name) != name:
-            aliases[name] = first[groups[name]]
-    return aliases
+    for name, ranks in groups.items():
+        first.setdefault(ranks, name)
+    return {name: first[ranks] for name, ranks in groups.items() if ranks[0] > 1 and first[ranks] != name}
 
 
 def group_of(layout: Layout, dimension: str) -> tuple[int, int]:
@@ -130,7 +128,7 @@ def collectives(
     from `layout`. Gradients under PowerSGD are those from its start step on. Sites do not meet within a step."""
     micro_batches = batch.sequences // (layout.dp * layout.micro_batch)
     counting = counted_together(layout, batch)
-    everybody, layout = layout, of_site(layout, recipe.communication)
+    everybody, layout = layout, site_layout(layout, recipe.communication)
     sites = everybody.dp // layout.dp
     layers, together = list[int](), counting * layout.cp
     for stage in stages_of(layout.schedule, layout.pp, layout.virtual_stages, position):
@@ -267,13 +265,13 @@ class _Stage:
             return 1
         if layout.pp == 1:
             return self.micro_batches * (1 if root else 2)
-        rank, count, held = self.rank_of(self.stage), 0, False
+        rank, count, is_gathered = self.rank_of(self.stage), 0, False
         order = passes_of_rank(layout.schedule, layout.pp, layout.virtual_stages, self.micro_batches, rank)
-        for one in order if not root else ():
+        for each in order if not root else ():
             # Of split backward passes, only the first needs weights; on stage 0 it is empty and the second is whole.
-            if one.stage == self.stage and one.kind != ("I" if self.first else "W"):
-                count += not held
-                held = one.kind != "F"
+            if each.stage == self.stage and each.kind != ("I" if self.first else "W"):
+                count += not is_gathered
+                is_gathered = each.kind != "F"
         return count or 1
 
     def expert_state(self, tensors: list[Parameter]) -> Iterable[Line]:
@@ -332,11 +330,13 @@ class _Stage:
 
     def context_parallel(self) -> Iterable[Line]:
         m, layout = self.micro_batches, self.layout
-        ways = context_messages(self.model, self.tokens, layout.tp, layout.cp, self.recipe.product_bytes, padded=True)
-        both = ways["all_gather"][0].bytes
+        messages = context_messages(
+            self.model, self.tokens, layout.tp, layout.cp, self.recipe.product_bytes, padded=True
+        )
+        buffer_bytes = messages["all_gather"][0].bytes
         gathers, reductions = (len(self.layers) + len(self.recomputed_layers)) * m, len(self.layers) * m
-        yield "cp", "all_gather", gathers, gathers * both
-        yield "cp", "reduce_scatter", reductions, reductions * both
+        yield "cp", "all_gather", gathers, gathers * buffer_bytes
+        yield "cp", "reduce_scatter", reductions, reductions * buffer_bytes
 
     def experts(self) -> Iterable[Line]:
         """Yield the exchange of rows with experts, forward and backward, and of loads counted together; per tp rank."""

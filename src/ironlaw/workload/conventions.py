@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ironlaw.workload.sizes import Size, any_of
+from ironlaw.workload.sizes import Size, is_nonzero
 
 WIDE = 2.0  # bytes of a 16-bit number
 
@@ -39,7 +39,7 @@ class Casts:
 
 def whole_tiles(tile: int, inputs: Size, outputs: Size) -> bool:
     """Whether inputs and outputs of a linear layer are multiples of the matrix units' `tile`."""
-    return tile == 1 or not (any_of(inputs % tile) or any_of(outputs % tile))
+    return tile == 1 or not (is_nonzero(inputs % tile) or is_nonzero(outputs % tile))
 
 
 @dataclass(frozen=True, kw_only=True)

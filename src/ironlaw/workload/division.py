@@ -19,13 +19,13 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.workload.blocks import FP32, Division, Shape, attention_score_pairs, norm_saved_bytes
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import Operation, fast_replace, with_memory
-from ironlaw.workload.sizes import Size, any_of, larger, several, whole
+from ironlaw.workload.sizes import Size, above_one, is_nonzero, larger, whole
 
 
 def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
     """Return the model with one rank's sizes: its part of the heads, widths, vocabulary and experts."""
     tp, update = layout.tp, dict[str, Any]()
-    if several(tp):
+    if above_one(tp):
         update = {
             "heads": model.heads // tp, "kv_heads": larger(1, model.key_value_heads // tp),
             "head_size": model.size_of_head, "ffn": model.ffn_size // tp, "vocab": -(-model.vocab // tp),
@@ -34,27 +34,27 @@ def local_model(model: ModelConfig, layout: Layout) -> ModelConfig:
             update |= {"kv_heads": None, "head_size": None}
     if model.moe is not None:
         moe = dict[str, Any]()
-        if several(layout.ep):  # its share of the experts, which serve the tokens of ep ranks
+        if above_one(layout.ep):  # its share of the experts, which serve the tokens of ep ranks
             moe["experts"] = model.moe.experts // layout.ep
-        if several(tp):
-            given = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
-            moe |= {name: width // tp for name, width in given.items() if width is not None}
+        if above_one(tp):
+            widths = {"expert_ffn": model.moe.expert_ffn, "shared_ffn": model.moe.shared_ffn}
+            moe |= {name: width // tp for name, width in widths.items() if width is not None}
         if moe:
             update["moe"] = model.moe.model_copy(update=moe)
-    if model.tied and several(layout.pp):  # the last stage has a copy
+    if model.tied and above_one(layout.pp):  # the last stage has a copy
         update["tied"] = False
     return model.model_copy(update=update) if update else model
 
 
 def local_shape(shape: Shape, layout: Layout) -> Shape:
     """Return one rank's shape from that of the whole model; the micro-batch is the layout's."""
-    here = shape.sequence // layout.cp
-    split = (several(layout.tp) or sharded(layout)) and not shape.adapters
+    local_tokens = shape.sequence // layout.cp
+    split = (above_one(layout.tp) or sharded(layout)) and not shape.adapters
     division = Division(layout.tp, layout.sp, layout.cp, split_qkv=split)
     return replace(
         shape,
         model=local_model(shape.model, layout),
-        sequence=here,
+        sequence=local_tokens,
         micro_batch=layout.micro_batch,
         division=division,
     )
@@ -62,7 +62,7 @@ def local_shape(shape: Shape, layout: Layout) -> Shape:
 
 def sharded(layout: Layout) -> bool:
     """Whether FSDP2 manages the weights; otherwise DDP does if there are replicas."""
-    return several(1 + is_sharded(layout.zero, layout.dp * layout.cp, layout.tp * layout.pp * layout.ep))
+    return above_one(1 + is_sharded(layout.zero, layout.dp * layout.cp, layout.tp * layout.pp * layout.ep))
 
 
 def is_sharded(zero: Size, replicas: Size, others: Size) -> Size:
@@ -72,7 +72,7 @@ def is_sharded(zero: Size, replicas: Size, others: Size) -> Size:
 
 def on_rank(shape: Shape, operations: list[Operation]) -> list[Operation]:
     """Return the operations with one rank's memory and work under `shape.division`."""
-    if shape.division.is_whole:
+    if not (shape.division.divides_attention or shape.division.split_qkv):
         return operations
     rank = _Rank(shape)
     return [rank.work(rank.operation(op)) for op in operations]
@@ -82,15 +82,15 @@ class _Rank:
     def __init__(self, shape: Shape) -> None:
         self.shape, division = shape, shape.division
         model, w = shape.model, shape.matmul_bytes
-        self.tp, self.cp, self.split = several(division.tp), division.cp, division.split_qkv
-        self.divides_sequence, self.sp = several(division.cp), self.tp and division.sp
+        self.tp, self.cp, self.split = above_one(division.tp), division.cp, division.split_qkv
+        self.divides_sequence, self.sp = above_one(division.cp), self.tp and division.sp
         self.parts = division.tp if self.sp else 1  # of the residual stream
-        self.full, self.cast = shape.tokens * model.hidden * FP32, shape.tokens * model.hidden * w
+        self.full, self.cast = shape.elements * FP32, shape.elements * w
         self.remote_bytes = self.full - self.full // self.parts  # bytes of the stream that other ranks hold
         self.logits = shape.tokens * model.vocab * FP32
         self.query = shape.tokens * model.query_size * w
         self.key_value = 2 * shape.tokens * model.key_value_size * w
-        self.met_input_cast = False
+        self.seen_input_cast = False
         # The projected query and key are saved by attention or by their norm, or freed once rotated copies exist.
         self.keeps_query = shape.keeps_qkv and (
             not shape.casts if model.qk_norm else model.positions != "rope"
@@ -146,7 +146,7 @@ class _Rank:
         if not self.tp:
             return op
         if op.phase is Phase.FORWARD:
-            kept = {"saved" if any_of(op.saved_bytes) else "temporary": -self.remote_bytes}
+            kept = {"saved" if is_nonzero(op.saved_bytes) else "temporary": -self.remote_bytes}
             return with_memory(op, scratch=2 * self.full, **kept)
         model = self.shape.model
         others = (self.shape.division.tp - 1) * model.vocab * model.hidden * FP32
@@ -173,7 +173,7 @@ class _Rank:
         if not self.sp:
             return with_memory(op, scratch=self.cast)
         others = self.cast - self.cast // self.parts
-        if any_of(op.saved_bytes):  # saved by the norm after it
+        if is_nonzero(op.saved_bytes):  # saved by the norm after it
             return with_memory(op, saved=-others, scratch=2 * self.cast)
         return with_memory(op, frees_temporary=others, scratch=2 * self.cast)
 
@@ -230,8 +230,8 @@ class _Rank:
         freed_bytes = (whole if shape.keeps_qkv else 0) - self.projected
         if op.name == "qkv" and op.kind is Kind.MATMUL and forward:
             return with_memory(op, saved=-freed_bytes, temporary=freed_bytes)
-        if op.name == "qkv_cast" and forward and not self.met_input_cast:  # the next `qkv_cast` casts the weights
-            self.met_input_cast = True
+        if op.name == "qkv_cast" and forward and not self.seen_input_cast:  # the next `qkv_cast` casts the weights
+            self.seen_input_cast = True
             casts = 3 if self.split else 1  # each layer makes its own cast of the input
             return fast_replace(op, saved_bytes=casts * op.saved_bytes)
         if op.name == "qkv" and op.kernel == "concatenate":

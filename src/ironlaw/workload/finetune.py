@@ -150,10 +150,10 @@ class Adapters:
     def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
         """Yield the frozen tensors as stored: fp32; matrices in `product_bytes` (DoRA: fp32); QLoRA's block matrices in
         nf4, with the codes of their scales."""
-        ours = {entry.ours for entry in self.saved}
+        trained_names = {entry.ours for entry in self.saved}
         for parameter in parameters:
             matrix = parameter.is_block_matrix
-            if parameter.name in ours:
+            if parameter.name in trained_names:
                 continue
             if self.config.method == "dora" or not (matrix or parameter.name in ENDS):
                 yield replace(parameter, trained=False)
@@ -210,17 +210,17 @@ def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
 
 def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list[AdapterTarget]:
     """Return the matrices named by `finetune.targets`; UserError for a name that the model does not have."""
-    there = linear_layers(model, names)
+    available = linear_layers(model, names)
     chosen = []
     for wanted in config.targets:
-        found = there if wanted == ALL else [t for t in there if f".{t.theirs}".endswith(f".{wanted}")]
+        found = available if wanted == ALL else [t for t in available if f".{t.theirs}".endswith(f".{wanted}")]
         if not found:
-            known = (ALL, *{target.name for target in there})
+            known = (ALL, *{target.name for target in available})
             raise UserError(
                 f"finetune.targets has {wanted!r}, which no matrix is called: {did_you_mean(wanted, known)}"
             )
         chosen += found
-    return [target for target in there if target in chosen]
+    return [target for target in available if target in chosen]
 
 
 def adapters_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> Adapters:

@@ -23,6 +23,7 @@ from ironlaw.workload.blocks import (
     cast,
     elementwise,
     gate_product,
+    gradient_sum,
     noise,
     norm_saved_bytes,
     qk_norm_saved_bytes,
@@ -42,18 +43,18 @@ from ironlaw.workload.sizes import Size
 
 
 def embedding(shape: Shape) -> list[Operation]:
-    model, elements, kind = shape.model, shape.tokens * shape.model.hidden, Kind.EMBEDDING
+    model, elements, kind = shape.model, shape.elements, Kind.EMBEDDING
     full, table = elements * FP32, model.vocab * model.hidden * FP32
     if shape.conventions.fused:
-        stream = shape.stream_tokens * model.hidden
+        stream = shape.stream_elements
         added = elementwise(shape, "embedding", "embedding_backward", stream, 4, kind=kind)
         return [elementwise(shape, "embedding", "embedding_forward", stream, 2, kind=kind, gradient=[added])]
     # A tied table already has the head's gradient: the embedding's is a second copy until both are added.
-    again = table if model.tied else 0
+    second_copy = table if model.tied else 0
     gradient = [
         call(
-            "embedding", "embedding_backward", elements, 2 * full + table, kind=kind, parameters=table - again,
-            temporary=again, frees_temporary=full + again,
+            "embedding", "embedding_backward", elements, 2 * full + table, kind=kind, parameters=table - second_copy,
+            temporary=second_copy, frees_temporary=full + second_copy,
             frees_saved=0 if shape.composes_attention else shape.mask_bytes, on_stream=True,
         )
     ]  # fmt: skip
@@ -72,7 +73,7 @@ def embedding(shape: Shape) -> list[Operation]:
             call("mask", "add", mask // FP32, 3 * mask, kind=Kind.ATTENTION, saved=saved, temporary=mask - saved)
         )
     if model.positions == "learned":
-        positions, own = model.context * model.hidden * FP32, full * (1 + shape.documents)
+        positions, scratch = model.context * model.hidden * FP32, full * (1 + shape.documents)
         numbers = shape.tokens * INDEX if shape.documents else 0  # the position of each token
         back = call(
             "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers,
@@ -80,7 +81,7 @@ def embedding(shape: Shape) -> list[Operation]:
         )  # fmt: skip
         operations.append(
             call(
-                "positions", "add", elements, 2 * full, kind=kind, scratch=own, saved=numbers, on_stream=True,
+                "positions", "add", elements, 2 * full, kind=kind, scratch=scratch, saved=numbers, on_stream=True,
                 gradient=[back],
             )
         )  # fmt: skip
@@ -93,7 +94,7 @@ def embedding(shape: Shape) -> list[Operation]:
 
 def scaled(shape: Shape, name: str) -> Operation:
     """The residual stream times a constant, replacing the stream; the same for its gradient."""
-    full = shape.tokens * shape.model.hidden * FP32
+    full = shape.elements * FP32
     back = call(name, "multiply", full // FP32, 2 * full, scratch=full)
     return replace(back, gradient=(back,))
 
@@ -119,11 +120,11 @@ def attention_half(shape: Shape) -> list[Operation]:
 def after_norm(shape: Shape, name: str, reader: str, branch: list[Operation]) -> list[Operation]:
     """A norm and its branch. Autocast casts a copy of the norm's output, so that the fp32 original, the input of the
     branch's module, lives until the module returns."""
-    given = norm(shape, name, reader=reader)
-    waits = given[-1].frees_temporary_bytes if shape.casts else 0
-    given[-1] = with_memory(given[-1], frees_temporary=-waits)
-    branch[-1] = with_memory(branch[-1], frees_temporary=waits)
-    return [*given, *branch]
+    normed = norm(shape, name, reader=reader)
+    freed_later = normed[-1].frees_temporary_bytes if shape.casts else 0
+    normed[-1] = with_memory(normed[-1], frees_temporary=-freed_later)
+    branch[-1] = with_memory(branch[-1], frees_temporary=freed_later)
+    return [*normed, *branch]
 
 
 def branch_gradient(shape: Shape) -> Size:
@@ -132,8 +133,8 @@ def branch_gradient(shape: Shape) -> Size:
     That gradient stays alive during the branch's backward pass, so that dy of the branch frees nothing; in reduced
     precision, and after dropout or a factor, the branch has its own copy.
     """
-    own = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
-    return shape.tokens * shape.model.hidden * shape.matmul_bytes if own else 0
+    is_copied = shape.casts or shape.model.dropout or shape.model.residual_scale != 1.0
+    return shape.elements * shape.matmul_bytes if is_copied else 0
 
 
 def attention_branch(shape: Shape, keep: bool = False, consumes: Size | None = None) -> list[Operation]:
@@ -166,7 +167,7 @@ def projections(shape: Shape) -> list[Operation]:
     size = tokens * qkv * w
     operations = linear(
         shape, "qkv", model.hidden, qkv, keep=shape.keeps_qkv or model.qkv_clip is not None, bias=model.has_qkv_bias,
-        frees=tokens * model.hidden * w,
+        frees=shape.elements * w,
     )  # fmt: skip
     if model.qkv_clip is not None:  # saves its input
         back = elementwise(shape, "qkv_clip", "clamp_backward", tokens * qkv, 3, scratch=size, frees_saved=size)
@@ -214,27 +215,24 @@ def feed_forward(
     frees its input. `summed`: tensor parallel ranks sum its results here, not together with other results.
     """
     model, w, bias = shape.model, shape.matmul_bytes, shape.model.has_ffn_bias
-    inner, normed = shape.tokens * width, shape.tokens * model.hidden * w
+    inner, normed = shape.tokens * width, shape.elements * w
     if shape.conventions.fused:
-        both = 2 * width if model.gated_ffn else width
-        operations = linear(shape, f"{name}_up", model.hidden, both, keep=True, bias=bias)
+        gate_and_up = 2 * width if model.gated_ffn else width
+        operations = linear(shape, f"{name}_up", model.hidden, gate_and_up, keep=True, bias=bias)
         operations.append(activated(shape, inner))
         return operations + linear(shape, f"{name}_down", width, model.hidden, keep=keep, bias=bias)
     # ReLU saves its output, which the next product saves too; other activations save their input.
     relu = model.activation == "relu"
-    made = inner * w * (2 if model.activation == "relu2" else 1)  # one gradient for each factor
+    gradient_bytes = inner * w * (2 if model.activation == "relu2" else 1)  # one gradient for each factor
     operations = linear(
         shape, f"{name}_gate" if model.gated_ffn else f"{name}_up", model.hidden, width, keep=not relu, bias=bias,
         frees=normed if owns_input else 0,
     )  # fmt: skip
-    operations.append(activation(shape, inner, made=made, frees=inner * w if relu else 0))
+    operations.append(activation(shape, inner, made=gradient_bytes, frees=inner * w if relu else 0))
     if model.gated_ffn:
-        stream = shape.tokens * model.hidden
-        operations = gradient_last(
-            operations, elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=normed)
-        )
+        operations = gradient_last(operations, gradient_sum(shape, "ffn_norm", shape.elements, normed))
         if shape.casts:  # autocast does not cache the gate's cast of the same input
-            operations.append(elementwise(shape, f"{name}_up_cast", "cast", stream, 3, saved=normed))
+            operations.append(elementwise(shape, f"{name}_up_cast", "cast", shape.elements, 3, saved=normed))
         operations += linear(shape, f"{name}_up", model.hidden, width, keep=True, bias=bias,
                              frees=normed if shape.casts else 0)  # fmt: skip
         operations.append(gate_product(shape, inner, kept=1 if relu else 2))
@@ -250,11 +248,11 @@ def activated(shape: Shape, inner: Size) -> Operation:
 
     The next product saves its result; eager software also saves the activation's. In a gated network the backward pass
     computes two gradients from one gradient and both factors."""
-    held = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
+    saved = shape.conventions.storage.input_bytes + (shape.conventions.activation_saves - 1) * shape.matmul_bytes
     forward, backward = (3, 5) if shape.model.gated_ffn else (2, 10 / 3)
     kernel = shape.model.activation
     return elementwise(
-        shape, "activation", f"{kernel}_forward", inner, forward, saved=inner * held,
+        shape, "activation", f"{kernel}_forward", inner, forward, saved=inner * saved,
         gradient=[elementwise(shape, "activation", f"{kernel}_backward", inner, backward)],
     )  # fmt: skip
 
@@ -272,7 +270,7 @@ def final_norm(shape: Shape) -> list[Operation]:
     if shape.model.logit_scale != 1.0:
         operations.insert(1, scaled(shape, "logit_scale"))
     if not shape.keeps_stream:  # no operation before this norm saves the stream
-        stream = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
+        stream = shape.elements * FP32 // shape.stream_parts
         operations[0] = with_memory(operations[0], saved=stream, frees_temporary=stream)
     return operations
 
@@ -283,14 +281,14 @@ def full_head(shape: Shape) -> list[Operation]:
     operations = [] if fused else final_norm(shape)
     operations += linear(
         shape, "head", model.hidden, model.vocab, keep=False, bias=model.head_bias and not fused,
-        frees=0 if fused or shape.head_is_frozen else tokens * model.hidden * w,
+        frees=0 if fused or shape.head_is_frozen else shape.elements * w,
     )  # fmt: skip
     if fused:  # the logits' cast to fp32 and log-sum-exp; backward, their gradient in the products' precision
-        back, there = (
+        back, loss_forward = (
             call("loss", f"loss_{phase}", logits, logits * (w + 2 * FP32), kind=Kind.LOSS)
             for phase in ("backward", "forward")
         )
-        return [*operations, replace(there, gradient=(back,))]
+        return [*operations, replace(loss_forward, gradient=(back,))]
     full, size = logits * FP32, logits * w
     if model.logit_cap is not None:
         back = call("logit_cap", "tanh_backward", logits, 7 * size, scratch=size, frees_saved=size)
@@ -312,31 +310,31 @@ def chunked_head(shape: Shape) -> list[Operation]:
     them in place and makes the weight's the parameter's gradient.
     """
     model, w = shape.model, shape.matmul_bytes
-    hidden, table = shape.tokens * model.hidden, model.vocab * model.hidden
+    hidden, table = shape.elements, model.vocab * model.hidden
     whole, rest = divmod(shape.tokens, min(shape.loss_chunk, shape.tokens))
     statistics = norm_saved_bytes(shape, shape.tokens, model.hidden)
     operations = [replace(op, gradient=()) for op in final_norm(replace(shape, precision="fp32"))]
     trained = 0 if shape.head_is_frozen else table
     gradients = hidden * w + trained * FP32
-    waits = 0 if shape.keeps_stream else hidden * FP32 // shape.stream_parts
+    stream = 0 if shape.keeps_stream else hidden * FP32 // shape.stream_parts
     operations[0] = replace(
-        operations[0], saved_bytes=statistics + gradients + waits, temporary_bytes=hidden * FP32,
-        frees_temporary_bytes=waits, gradient=tuple(differentiate(final_norm(shape))),
+        operations[0], saved_bytes=statistics + gradients + stream, temporary_bytes=hidden * FP32,
+        frees_temporary_bytes=stream, gradient=tuple(differentiate(final_norm(shape))),
     )  # fmt: skip
     if shape.casts_head:
         operations.append(call("head_cast", "cast", table, table * (FP32 + w), temporary=table * w))
     operations += _chunk(shape, min(shape.loss_chunk, shape.tokens), whole)
     if rest:
         operations += _chunk(shape, rest, 1)
-    turned = trained * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
+    transposed = trained * FP32 if shape.onednn and not shape.casts and model.vocab > model.hidden else 0
     freed = hidden * FP32 + (table * w if shape.casts_head else 0)
     gradient = [
         replace(call("loss", "", 0, 0, kind=Kind.OTHER, frees_saved=gradients), repeat=0),
         call("loss", "add_in_place", hidden + trained, 2 * gradients, kind=Kind.LOSS, temporary=hidden * w,
              parameters=trained * FP32),
     ]  # fmt: skip
-    loss = call("loss", "add", max(1, turned // FP32), 2 * turned, kind=Kind.LOSS, temporary=turned,
-                frees_temporary=turned + freed, gradient=gradient)  # fmt: skip
+    loss = call("loss", "add", max(1, transposed // FP32), 2 * transposed, kind=Kind.LOSS, temporary=transposed,
+                frees_temporary=transposed + freed, gradient=gradient)  # fmt: skip
     return [*operations, loss]
 
 

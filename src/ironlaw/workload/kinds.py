@@ -20,7 +20,7 @@ from dataclasses import replace
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
 from ironlaw.workload.adapted import frozen
-from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes
+from ironlaw.workload.blocks import FP32, Shape, cast, gradient_sum, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
 from ironlaw.workload.division import on_rank
 from ironlaw.workload.forward import after_norm, attention_branch, block, embedding, feed_forward, head, network_reader
@@ -37,7 +37,7 @@ from ironlaw.workload.operations import (
     line_name,
     with_memory,
 )
-from ironlaw.workload.sizes import several
+from ironlaw.workload.sizes import above_one
 
 
 def layer_groups(model: ModelConfig, narrow: int | None = None) -> list[str]:
@@ -88,17 +88,17 @@ def has_experts(kind: str) -> bool:
 
 def both_passes(shape: Shape, kind: str) -> tuple[list[Operation], list[Operation]]:
     """Return the forward and the backward pass of one layer: a block of a kind, the "embedding" or the "head"."""
-    alike = shape_of(shape, kind)
-    whole = _operations(alike, kind)
-    shape.forward[kind] = _on_rank(alike, kind, whole)
-    return shape.forward[kind], _on_rank(alike, kind, differentiate(whole))
+    uniform = shape_of(shape, kind)
+    whole = _operations(uniform, kind)
+    shape.forward[kind] = _on_rank(uniform, kind, whole)
+    return shape.forward[kind], _on_rank(uniform, kind, differentiate(whole))
 
 
 def forward_of(shape: Shape, kind: str) -> list[Operation]:
     """Return the forward pass of one layer in order of execution, each repeated call listed once."""
     if kind not in shape.forward:
-        alike = shape_of(shape, kind)
-        shape.forward[kind] = _on_rank(alike, kind, _operations(alike, kind))
+        uniform = shape_of(shape, kind)
+        shape.forward[kind] = _on_rank(uniform, kind, _operations(uniform, kind))
     return shape.forward[kind]
 
 
@@ -119,16 +119,16 @@ def _full_layer(shape: Shape, kind: str) -> list[Operation]:
     if has_experts(kind):
         return moe_block(shape)
     if shape.model.parallel_norms:
-        return side_by_side(shape)
-    return block(shape) if shape.model.norm_place == "pre" else norms_after(shape)
+        return parallel_block(shape)
+    return block(shape) if shape.model.norm_place == "pre" else post_norm_block(shape)
 
 
 # -- blocks in other orders --------------------------------------------------------------------------------------------
 
 
-def norms_after(shape: Shape) -> list[Operation]:
+def post_norm_block(shape: Shape) -> list[Operation]:
     """A block with a norm after each branch, and for "sandwich" also before it."""
-    model, narrow = shape.model, shape.stream_tokens * shape.model.hidden * shape.matmul_bytes
+    model, narrow = shape.model, shape.stream_elements * shape.matmul_bytes
     kept = not (shape.casts or shape.conventions.fused)
     attention = attention_branch(shape, keep=kept, consumes=narrow)
     network = feed_forward(shape, model.ffn_size, "ffn", keep=kept, consumes=narrow)
@@ -143,11 +143,11 @@ def _branch_with_input(shape: Shape, name: str, reader: str, branch: list[Operat
     if shape.model.norm_place == "sandwich":
         return after_norm(shape, name, reader, branch)
     read = [*input_cast(shape, reader), *branch]
-    if several(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
-        full = shape.tokens * shape.model.hidden * FP32
-        dies = full * shape.casts
-        gathered = call("residual", "", 0, 0, saved=full - dies, temporary=dies, gathered=True)
-        read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=dies)]
+    if above_one(shape.stream_parts):  # gathered: fp32 products save it; otherwise it is freed when the branch returns
+        full = shape.elements * FP32
+        freed = full * shape.casts
+        gathered = call("residual", "", 0, 0, saved=full - freed, temporary=freed, gathered=True)
+        read = [fast_replace(gathered, repeat=0), *read[:-1], with_memory(read[-1], frees_temporary=freed)]
     return gradient_last(read, fast_replace(joined_gradient(shape), gathered=True))
 
 
@@ -156,7 +156,7 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
 
     In the backward pass the stream's gradient stays alive, and the branch's is computed from it.
     """
-    elements, joins = shape.stream_tokens * shape.model.hidden, joining(shape)
+    elements, joins = shape.stream_elements, joining(shape)
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
     statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     # A composed RMSNorm's intermediates; in other blocks they are below the peak.
@@ -183,25 +183,24 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
     return [*operations, *joins, joined]
 
 
-def side_by_side(shape: Shape) -> list[Operation]:
+def parallel_block(shape: Shape) -> list[Operation]:
     """A block with parallel branches that read the same stream. The stream between the branches is not saved."""
-    model, elements = shape.model, shape.stream_tokens * shape.model.hidden
+    model, elements = shape.model, shape.stream_elements
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
-    one, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
+    shares_norm, fused, reader = model.parallel_norms == 1, shape.conventions.fused, network_reader(shape)
     operations = norm(shape, "attention_norm", reader="qkv")
-    if one:
+    if shares_norm:
         if shape.casts:  # keep it for the feed-forward network
             operations[-1] = fast_replace(operations[-1], frees_temporary_bytes=0)
         # The gradients of both branches are added before the norm's backward pass.
-        met = elementwise(shape, "attention_norm", "add_in_place", elements, 3, frees_temporary=full)
-        operations[:1] = gradient_first(operations[:1], met)
+        operations[:1] = gradient_first(operations[:1], gradient_sum(shape, "attention_norm", elements, full))
     between = residual(shape)
     operations += attention_branch(shape) + joining(shape)
     operations.append(fast_replace(between, saved_bytes=0, temporary_bytes=full))
     # Both norms read the same stream; the attention norm's backward pass frees it.
-    operations += input_cast(shape, reader, frees=full) if one else norm(
+    operations += input_cast(shape, reader, frees=full) if shares_norm else norm(
         shape, "ffn_norm", reader=reader, owns_input=False
     )  # fmt: skip
     # In fp32 both branches read the same normed tensor; attention's backward pass frees it.
-    operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not one or shape.casts or fused)
+    operations += feed_forward(shape, model.ffn_size, "ffn", owns_input=not shares_norm or shape.casts or fused)
     return [*operations, *joining(shape), fast_replace(between, frees_temporary_bytes=narrow + full)]

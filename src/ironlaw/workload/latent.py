@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, norm_saved_bytes, rotary_saved_bytes
+from ironlaw.model.dimensions import LatentConfig
+from ironlaw.workload.blocks import FP32, Shape, cast, elementwise, gradient_sum, norm_saved_bytes, rotary_saved_bytes
 from ironlaw.workload.layers import linear
 from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, with_memory
 from ironlaw.workload.sizes import Size
@@ -29,36 +29,35 @@ def projections(shape: Shape) -> list[Operation]:
     model, latent, tokens, w = shape.model, _of(shape.model), shape.tokens, shape.matmul_bytes
     keep = not shape.casts  # in reduced precision a norm saves an fp32 copy of its input
     fused = shape.conventions.fused
-    stream, own, narrow = tokens * model.hidden, narrow_tokens(shape), tokens * latent.down_size
+    stream, rows, narrow = shape.elements, narrow_tokens(shape), tokens * latent.down_size
     normed = stream * w
     queries, keys, ups = (tokens * size * w for size in _sizes(model))
     operations: list[Operation] = []
     if latent.query_rank is not None:
         operations += linear(
-            shape, "query_down", model.hidden, latent.query_rank, keep=keep, bias=False, rows=own, frees=normed
+            shape, "query_down", model.hidden, latent.query_rank, keep=keep, bias=False, rows=rows, frees=normed
         )
         operations += _norm(shape, "query_norm", latent.query_rank, latent.query_rank, reader="query_up")
     inputs = model.hidden if latent.query_rank is None else latent.query_rank
     up = linear(shape, "query_up", inputs, model.query_size, keep=False, bias=False, frees=tokens * inputs * w)
     if not fused:  # fused: rotation and concatenation are one kernel
-        turned = elementwise(shape, "rotary", "rotary", queries // w, 2, scratch=queries)
-        up = gradient_first(up, turned)
+        rotation = elementwise(shape, "rotary", "rotary", queries // w, 2, scratch=queries)
+        up = gradient_first(up, rotation)
     operations += up
     if not fused:
-        met = elementwise(shape, "attention_norm", "add_in_place", stream, 3, frees_temporary=normed)
-        operations = gradient_last(operations, met)
+        operations = gradient_last(operations, gradient_sum(shape, "attention_norm", stream, normed))
     if shape.casts:  # autocast does not cache the query layer's cast of the same input
         operations.append(elementwise(shape, "latent_down_cast", "cast", stream, 3, saved=normed))
     rank, width = latent.key_value_rank, latent.up_size(model.heads)
     down = linear(
-        shape, "latent_down", model.hidden, latent.down_size, keep=keep, bias=False, rows=own,
+        shape, "latent_down", model.hidden, latent.down_size, keep=keep, bias=False, rows=rows,
         frees=normed if shape.casts else 0,
     )  # fmt: skip
     if not fused:
-        together = elementwise(
+        concatenation = elementwise(
             shape, "rotary", "concatenate", narrow, 2, temporary=narrow * w, frees_temporary=tokens * rank * w
         )
-        down = gradient_first(down, together)
+        down = gradient_first(down, concatenation)
     operations += down + _norm(shape, "latent_norm", rank, latent.down_size, reader="latent_up")
     kept = not (shape.pads_values or shape.composes_attention)  # values, which are views of the result, keep it alive
     operations += linear(shape, "latent_up", rank, width, keep=kept, bias=False, frees=tokens * rank * w)
@@ -127,11 +126,11 @@ def _sizes(model: ModelConfig) -> tuple[int, int, int]:
 def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> list[Operation]:
     """The norm of a narrow vector: `width` of the `whole` output elements of a linear layer."""
     elements, w = narrow_tokens(shape) * width, shape.matmul_bytes
-    full, reduced, given = elements * shape.stream_bytes, elements * w, narrow_tokens(shape) * whole
+    full, reduced, product_elements = elements * shape.stream_bytes, elements * w, narrow_tokens(shape) * whole
     statistics = norm_saved_bytes(shape, narrow_tokens(shape), width)
-    held = full if shape.casts else given * shape.stream_bytes
+    saved_input = full if shape.casts else product_elements * shape.stream_bytes
     back = call(name, "rmsnorm_backward", elements, 3 * full, kind=Kind.NORM, scratch=full,
-                frees_saved=statistics + held, parameters=width * FP32)  # fmt: skip
+                frees_saved=statistics + saved_input, parameters=width * FP32)  # fmt: skip
     operation = call(
         name, "rmsnorm_forward", elements, 2 * full, kind=Kind.NORM, gradient=[back],
         saved=statistics + (0 if shape.casts else full), temporary=full if shape.casts else 0,
@@ -139,7 +138,7 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     if not shape.casts:
         return [operation]
     # Saved instead are an fp32 copy of the input, and a copy of the output in the product's precision.
-    frees = given * w if width == whole else 0
+    frees = product_elements * w if width == whole else 0
     return [
         cast(shape, "latent_cast", elements, wide=True, saved=full, frees_temporary=frees),
         operation,

@@ -5,7 +5,7 @@ Symbols as in `forward.py`.
 
 from __future__ import annotations
 
-from ironlaw.ledger import Kind, Phase
+from ironlaw.ledger import Kind
 from ironlaw.workload.blocks import FP32, Shape, cast, dropout, elementwise, norm_saved_bytes
 from ironlaw.workload.conventions import Casts, whole_tiles
 from ironlaw.workload.operations import Operation, call, fast_replace, product
@@ -24,32 +24,28 @@ def linear(
     """
     w, tokens = shape.matmul_bytes, rows if rows is not None else shape.tokens
     out_bytes, dy = tokens * outputs * w, tokens * outputs * w if consumes is None else consumes
-    gradients = product_gradients(shape, name, (tokens, outputs, inputs), frees=frees)
-    gradients = [fast_replace(op, summed=summed) for op in gradients]
-    if bias and not shape.conventions.fused:
+    sizes, sums_bias = (tokens, outputs, inputs), bias and not shape.conventions.fused
+    gradients = product_gradients(shape, name, sizes, frees=frees, consumes=0 if sums_bias else dy, summed=summed)
+    if sums_bias:
         gradients.append(
             call(name, "sum_rows", tokens * outputs, out_bytes, parameters=outputs * FP32, frees_temporary=dy)
         )
-    else:
-        gradients[-1] = fast_replace(gradients[-1], frees_temporary_bytes=dy)
-    casts = quantising(shape, name, Phase.BACKWARD, tokens, inputs, outputs)
+    casts, casts_backward = quantising(shape, name, tokens, inputs, outputs)
     result = product(
-        name, (tokens, outputs, inputs), w, kernel="matmul_bias" if bias else "matmul",
-        saved=out_bytes if keep else 0, temporary=0 if keep else out_bytes, gradient=[*casts, *gradients],
+        name, sizes, w, kernel="matmul_bias" if bias else "matmul", saved=out_bytes if keep else 0,
+        temporary=0 if keep else out_bytes, summed=summed, gradient=[*casts_backward, *gradients],
     )  # fmt: skip
-    return [
-        *quantising(shape, name, Phase.FORWARD, tokens, inputs, outputs),
-        *weight_cast(shape, name, inputs * outputs), fast_replace(result, summed=summed),
-    ]  # fmt: skip
+    return [*casts, *weight_cast(shape, name, inputs * outputs), result]
 
 
 def product_gradients(
     shape: Shape, name: str, of: tuple[Size, Size, Size], *, batch: Size = 1, weights: Size | None = None,
-    rows: Size | None = None, frees: Size = 0, moved: Size | None = None,
+    rows: Size | None = None, frees: Size = 0, consumes: Size = 0, moved: Size | None = None, summed: bool = False,
 ) -> list[Operation]:  # fmt: skip
     """dx = dy W and dW = dy^T x of a product `of` (tokens, outputs, inputs), each with the FLOPs of the product itself.
 
-    A batch of `batch` products has `weights` weight elements and `rows` rows in total.
+    A batch of `batch` products has `weights` weight elements and `rows` rows in total. `frees`, `consumes` and `summed`
+    are as in `linear`.
     """
     (tokens, outputs, inputs), w = of, shape.matmul_bytes
     count, rows = inputs * outputs if weights is None else weights, tokens if rows is None else rows
@@ -57,11 +53,13 @@ def product_gradients(
     moved = w * (rows * inputs + count + rows * outputs) if moved is None else moved
     return [
         product(
-            name, (tokens, inputs, outputs), w, batch=batch, flops=flops, moved=moved, temporary=rows * inputs * w
+            name, (tokens, inputs, outputs), w, batch=batch, flops=flops, moved=moved, temporary=rows * inputs * w,
+            summed=summed,
         ),
         product(
             name, (outputs, inputs, tokens), w, kernel="matmul_weight_gradient", batch=batch, flops=flops, moved=moved,
             parameters=0 if shape.casts else count * FP32, temporary=copy, frees_saved=frees + copy,
+            frees_temporary=consumes, summed=summed,
         ),
     ]  # fmt: skip
 
@@ -76,19 +74,17 @@ def weight_cast(shape: Shape, name: str, weights: Size) -> list[Operation]:
 
 
 def quantising(
-    shape: Shape, name: str, phase: Phase, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
-) -> list[Operation]:
-    """The casts of the operands of an 8- or 4-bit product; empty outside a block's linear layers."""
+    shape: Shape, name: str, rows: Size, inputs: Size, outputs: Size, batch: Size = 1
+) -> tuple[list[Operation], list[Operation]]:
+    """The casts of the operands of an 8- or 4-bit product, forward and backward; none outside a block's layers."""
     casts, weights = shape.conventions.casts, inputs * outputs * batch
     wide = name in ("head", "router", "shared_gate") or not whole_tiles(shape.conventions.tile, inputs, outputs)
     if wide or casts == Casts():
-        return []
-    if phase is Phase.FORWARD:
-        moved = casts.inputs * rows * inputs * batch + casts.weights * weights
-    else:
-        moved = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
-        moved = moved + casts.weights_again * weights
-    return [call(f"{name}_cast", "quantise", 0, moved)]
+        return [], []
+    forward = casts.inputs * rows * inputs * batch + casts.weights * weights
+    backward = casts.gradients * rows * outputs * batch + casts.inputs_again * rows * inputs * batch
+    backward = backward + casts.weights_again * weights
+    return [call(f"{name}_cast", "quantise", 0, forward)], [call(f"{name}_cast", "quantise", 0, backward)]
 
 
 def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_input: bool = True) -> list[Operation]:
@@ -97,7 +93,7 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     Its backward pass computes dx from dy and, with `residual`, adds the gradient of the residual connection.
     `owns_input`: its backward pass frees x, the residual stream at this point.
     """
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     full = elements * shape.stream_bytes
     statistics = norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden)
     gradients = [
@@ -109,11 +105,11 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     ]  # fmt: skip
     if residual:
         gradients.append(joined_gradient(shape))
-    dies = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not save its input
+    is_freed = shape.casts or (shape.head_is_frozen and reader == "head")  # a frozen matrix does not save its input
     operations = [
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
-            saved=statistics + (0 if dies else shape.normed_bytes), temporary=full if shape.casts else 0,
+            saved=statistics + (0 if is_freed else shape.normed_bytes), temporary=full if shape.casts else 0,
             on_stream=True, gathered=True, gradient=gradients,
         )
     ]  # fmt: skip
@@ -124,14 +120,14 @@ def input_cast(shape: Shape, reader: str, frees: Size = 0) -> list[Operation]:
     """The cast of a linear layer's input from the stream's width; the layer saves the copy. `frees`: bytes freed."""
     if not shape.casts:
         return []
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     saved = 0 if shape.head_is_frozen and reader == "head" else elements * shape.matmul_bytes
     return [cast(shape, f"{reader}_cast", elements, saved=saved, frees_temporary=frees)]
 
 
 def joined_gradient(shape: Shape) -> Operation:
     """The addition of the residual connection's gradient to a branch's input gradient."""
-    elements = shape.stream_tokens * shape.model.hidden
+    elements = shape.stream_elements
     full = elements * shape.stream_bytes
     tensors = 2 if shape.conventions.fused else 3
     return call("residual", "add_in_place", elements, tensors * full, frees_temporary=full, on_stream=True)
@@ -139,10 +135,10 @@ def joined_gradient(shape: Shape) -> Operation:
 
 def residual(shape: Shape) -> Operation:
     """x + f(x): the next norm saves the sum; f(x) is freed. The sum's gradient, cast, is also that of the branch."""
-    elements, width, w = shape.stream_tokens * shape.model.hidden, shape.stream_bytes, shape.matmul_bytes
+    elements, width, w = shape.stream_elements, shape.stream_bytes, shape.matmul_bytes
     gradient = []
     if shape.casts:
-        every = shape.tokens * shape.model.hidden
+        every = shape.elements
         gradient = [call("residual_cast", "cast", every, every * (FP32 + w), temporary=every * w, on_stream=True)]
     return call(
         "residual", "add", elements, elements * (2 * width + w), frees_temporary=elements * w,
@@ -158,7 +154,7 @@ def joining(shape: Shape) -> list[Operation]:
     dropped = dropout(shape)
     if shape.model.residual_scale == 1.0:
         return dropped
-    elements, pre = shape.tokens * shape.model.hidden, shape.model.norm_place == "pre"
+    elements, pre = shape.elements, shape.model.norm_place == "pre"
     branch = elements * (shape.matmul_bytes if pre else FP32)  # norms output fp32, and their gradient is the stream's
     freed = 0 if not dropped and not (shape.casts and pre) else branch
     back = elementwise(shape, "residual_scale", "multiply", elements, 2, temporary=branch, frees_temporary=freed)

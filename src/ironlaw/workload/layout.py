@@ -20,17 +20,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from ironlaw.errors import UserError, words_of
+from ironlaw.errors import UserError, parse_words
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, unfilled
-from ironlaw.workload.sections import KEPT, Recompute
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, reason_unfilled
+from ironlaw.workload.sections import NO_RECOMPUTATION, Recompute
 
 OFFLOAD = ("none", "optimizer", "activations", "both")
 CP_KINDS = ("ring", "all_gather", "all_to_all")
 Schedule = Literal["1f1b", "gpipe", "zb", "zbv", "dualpipe"]
 SCHEDULES = get_args(Schedule)
 _WORDS = {"offload": OFFLOAD, "cp_kind": CP_KINDS, "schedule": SCHEDULES}
-_ALSO = {
+_SYNONYMS = {
     "p2p": "ring", "allgather": "all_gather", "all-gather": "all_gather", "zb-h1": "zb", "zbh1": "zb", "zb1p": "zb",
     "zb-v": "zbv", "dualpipev": "dualpipe", "afab": "gpipe",
 } | dict.fromkeys(("a2a", "alltoall", "all-to-all", "ulysses"), "all_to_all")  # fmt: skip
@@ -38,13 +38,13 @@ _ALSO = {
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-MOST = 2**20
+MAX_DEGREE = 2**20
 """Upper limit of every number in a layout, beyond any real cluster."""
 
 SPLIT_BACKWARD = ("zb", *V_SHAPED)  # input and weight gradients are separate passes
 
 
-def undivided(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
+def reason_indivisible(model: ModelConfig, tp: int, cp: int, ep: int) -> str | None:
     """Return why Ironlaw's trainer cannot divide a model's attention or experts over ranks, or None."""
     if tp > 1 and model.qk_norm_whole:
         return "this trainer does not divide a norm over all heads (qk_norm_whole): use tp = 1"
@@ -73,7 +73,7 @@ class Layout:
     etp: int | None = None  # ranks over which an expert is split; tp when absent
     micro_batch: int = 1  # sequences per forward pass of a replica
     accumulation: int | None = None  # micro-batches per replica and step; follows from the global batch when absent
-    recompute: Recompute = KEPT  # none, selective, full, every:K (each k-th block in full), budget:SIZE
+    recompute: Recompute = NO_RECOMPUTATION  # none, selective, full, every:K (each k-th block in full), budget:SIZE
     offload: str = "none"  # to host memory: the optimizer's state and update, saved activations, or both
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Layout:
         if self.accumulation is not None and per_round * self.accumulation != global_batch:
             batch = self.global_batch()
             return f"dp x micro_batch x accumulation is {batch} sequences, the global batch is {global_batch}"
-        return unfilled(self.schedule, self.pp, self.virtual_stages, global_batch // per_round)
+        return reason_unfilled(self.schedule, self.pp, self.virtual_stages, global_batch // per_round)
 
     def check(self, model: ModelConfig, *, sequence: int, global_batch: int, accelerators: int | None = None) -> None:
         """Raise UserError if the layout cannot run."""
@@ -211,7 +211,7 @@ class Layout:
 
 def parse_layout(text: str) -> Layout:
     """Parse `key=value` pairs separated by spaces or commas. Unknown keys and invalid values raise UserError."""
-    words = words_of(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
+    words = parse_words(text, "layout", [f.name for f in fields(Layout)], "dp=8 micro_batch=2")
     values = {key: _value(key, value) for key, value in words.items()}
     if values.get("schedule") in V_SHAPED:
         values.setdefault("virtual_stages", 2)
@@ -226,7 +226,7 @@ def _value(key: str, text: str) -> Any:
     if key == "schedule" and text.lower() == "interleaved":
         raise UserError("layout: write an interleaved schedule as virtual_stages=2 or more, with schedule=1f1b or zb")
     if key in _WORDS:
-        chosen = _ALSO.get(text.lower(), text.lower())
+        chosen = _SYNONYMS.get(text.lower(), text.lower())
         if chosen not in _WORDS[key]:
             raise UserError(f"layout: {key} is {', '.join(_WORDS[key])}, not '{text.lower()}'")
         return chosen
@@ -238,8 +238,8 @@ def _value(key: str, text: str) -> Any:
         number = int(text)
     except ValueError:
         raise UserError(f"layout: {key} must be a whole number, not '{text}'") from None
-    if number > MOST:
-        raise UserError(f"layout: {key} is at most {MOST:,}")
+    if number > MAX_DEGREE:
+        raise UserError(f"layout: {key} is at most {MAX_DEGREE:,}")
     if number < (0 if key == "zero" else 1):
         raise UserError(f"layout: {key} must be at least {0 if key == 'zero' else 1}, not {number}")
     return number

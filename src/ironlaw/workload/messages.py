@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.workload.sizes import Size, divided, larger
 
 

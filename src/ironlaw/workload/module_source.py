@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import LARGEST, UserError, did_you_mean, shortened
+from ironlaw.errors import MAX_INTEGER, UserError, did_you_mean, shortened
 
 DTYPES = (
     "float32", "float64", "float16", "bfloat16",
@@ -68,7 +68,7 @@ def parse_input(text: str) -> Input:
         return Input(name, (), dtype, values)
     parts = [part.strip() for part in sizes.split("x")]
     shape = tuple(int(part) if part.isdecimal() and len(part) < 17 else 0 for part in parts)
-    if not 0 < math.prod(shape) <= LARGEST:
+    if not 0 < math.prod(shape) <= MAX_INTEGER:
         raise UserError(
             f"cannot read the sizes of input '{shortened(text)}': write positive numbers joined by x, as in {EXAMPLES}"
         )

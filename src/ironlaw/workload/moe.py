@@ -12,14 +12,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ironlaw.ledger import Phase
-from ironlaw.model.moe_config import MoEConfig
-from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product
+from ironlaw.model.dimensions import MoEConfig
+from ironlaw.workload.blocks import FP32, INDEX, Shape, activation, cast, elementwise, gate_product, gradient_sum
 from ironlaw.workload.conventions import OURS
 from ironlaw.workload.forward import activated, attention_half, branch_gradient, feed_forward, network_reader
 from ironlaw.workload.layers import joining, linear, norm, product_gradients, quantising, residual, weight_cast
 from ironlaw.workload.operations import Operation, call, gradient_first, gradient_last, product
-from ironlaw.workload.sizes import Size, any_of, divided, is_array, larger, smaller
+from ironlaw.workload.sizes import Size, divided, is_array, is_nonzero, larger, smaller
 
 GROUP = "moe_block"
 
@@ -110,20 +109,18 @@ def _route(shape: Shape) -> list[Operation]:
     of the dispatch."""
     model, moe, tokens = shape.model, _of(shape), shape.stream_tokens
     scores, choices, normalised = _sizes(shape)
-    of, full, size = (tokens, moe.experts, model.hidden), tokens * model.hidden * FP32, scores * FP32
+    sizes, full, size = (tokens, moe.experts, model.hidden), shape.stream_elements * FP32, scores * FP32
     moved = full + (moe.experts * model.hidden + scores) * FP32
     fp32 = replace(shape, precision="fp32", conventions=OURS)
-    to_input, to_weight = product_gradients(fp32, "router", of, moved=moved, frees=full)
-    to_weight = replace(
-        to_weight, frees_temporary_bytes=size, gradient_bytes=moe.experts * (model.hidden + moe.bias) * FP32
-    )
+    to_input, to_weight = product_gradients(fp32, "router", sizes, moved=moved, frees=full, consumes=size)
+    to_weight = replace(to_weight, gradient_bytes=moe.experts * (model.hidden + moe.bias) * FP32)
 
     def small(name: str, kernel: str, elements: Size, moved: Size, **memory: Any) -> Operation:
         return call(name, kernel, elements, moved, precision="fp32", **memory)
 
-    met = small("ffn_norm", "add_in_place", tokens * model.hidden, 3 * full, frees_temporary=full)
+    summed = small("ffn_norm", "add_in_place", shape.stream_elements, 3 * full, frees_temporary=full)
     gradients = [replace(to_input, precision="fp32"), replace(to_weight, precision="fp32")]
-    router = product("router", of, FP32, moved=moved, precision="fp32")
+    router = product("router", sizes, FP32, moved=moved, precision="fp32")
     if shape.conventions.fused:
         return [replace(router, saved_bytes=size, gradient=tuple(gradients))]
     of_scores = small("route", "softmax_backward", scores, 3 * size, scratch=size, frees_saved=size)
@@ -132,7 +129,7 @@ def _route(shape: Shape) -> list[Operation]:
                       frees_temporary=choices * FP32)  # fmt: skip
     of_weights = small("route", "multiply", choices, 4 * choices * FP32, frees_saved=normalised)
     operations = [
-        replace(router, temporary_bytes=size, gradient=(*gradients, met)),
+        replace(router, temporary_bytes=size, gradient=(*gradients, summed)),
         small("route", "softmax", scores, 2 * size, saved=size, gradient=[of_scores]),
         small("route", "topk", scores, size + choices * (FP32 + INDEX), saved=choices * INDEX,
               scratch=choices * FP32, gradient=[of_choice]),
@@ -140,7 +137,7 @@ def _route(shape: Shape) -> list[Operation]:
         small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32 + normalised,
               frees_temporary=size, gradient=[of_weights]),
     ]  # fmt: skip
-    if any_of(balance):
+    if is_nonzero(balance):
         operations.append(small("route", "add", scores, size, saved=balance))
     # Sorting, and the row of each choice: two index tables; a capacity adds a mask of choices and one of rows.
     tables = choices * INDEX + _source_bytes(shape) + _mask_bytes(shape)
@@ -168,13 +165,13 @@ def _grouped(
     moe, w, count = _of(shape), shape.matmul_bytes, rows(shape)
     (mean, batch), weights, out = _rows_by_expert(shape), moe.experts * inputs * outputs, count * outputs * w
     moved, biased = w * (count * inputs + count * outputs + weights), moe.bias and not shape.conventions.fused
-    casts = [quantising(shape, name, phase, mean, inputs, outputs, batch) for phase in (Phase.FORWARD, Phase.BACKWARD)]
-    gradients = [*casts[1], *product_gradients(
-        shape, name, (mean, outputs, inputs), batch=batch, weights=weights, rows=count, frees=frees, moved=moved
+    casts, casts_backward = quantising(shape, name, mean, inputs, outputs, batch)
+    gradients = [*casts_backward, *product_gradients(
+        shape, name, (mean, outputs, inputs), batch=batch, weights=weights, rows=count, frees=frees,
+        consumes=consumes, moved=moved,
     )]  # fmt: skip
-    gradients[-1] = replace(gradients[-1], frees_temporary_bytes=consumes)
     operations = [
-        *casts[0], *weight_cast(shape, name, weights),
+        *casts, *weight_cast(shape, name, weights),
         product(
             name, (mean, outputs, inputs), w, batch=batch, flops=2 * count * inputs * outputs, moved=moved,
             saved=out if keep else 0, temporary=0 if keep else out,
@@ -191,38 +188,36 @@ def _experts(shape: Shape) -> list[Operation]:
     """Dispatch, the experts' networks, and combine."""
     model, moe, w = shape.model, _of(shape), shape.matmul_bytes
     count, width = rows(shape), model.expert_ffn_size
-    stream, inner, wide = shape.tokens * model.hidden, count * width, count * model.hidden * w
-    together = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
+    stream, inner, wide = shape.elements, count * width, count * model.hidden * w
+    fused = model.activation == "clamped_swiglu"  # activation and gate product are one, and save their inputs
     operations = _dispatch(shape)
     first = "expert_gate" if model.gated_ffn else "expert_up"
     network = _grouped(shape, first, model.hidden, width, keep=True, frees=wide, consumes=inner * w)
-    if not together:
+    if not fused:
         network.append(activation(shape, inner))
     if model.gated_ffn:
-        met = elementwise(shape, "dispatch", "add_in_place", count * model.hidden, 3, frees_temporary=wide)
-        network = gradient_last(network, met)
+        network = gradient_last(network, gradient_sum(shape, "dispatch", count * model.hidden, wide))
         network += _grouped(shape, "expert_up", model.hidden, width, keep=True, frees=0, consumes=inner * w)
-        network.append(gate_product(shape, inner, scratch=5 * inner * w if together else 0))  # its factors, one by one
+        network.append(gate_product(shape, inner, scratch=5 * inner * w if fused else 0))  # its factors, one by one
     # `combine` saves the experts' outputs.
     network += _grouped(shape, "expert_down", width, model.hidden, keep=True, frees=inner * w, consumes=wide)
     operations += network + _combine(shape)
     if moe.shared_experts:
-        met = elementwise(shape, "ffn_norm", "add_in_place", stream, 3, frees_temporary=stream * FP32)
-        operations = gradient_last(operations, met)
+        operations = gradient_last(operations, gradient_sum(shape, "ffn_norm", stream, stream * FP32))
     return operations
 
 
 def _dispatch(shape: Shape) -> list[Operation]:
     """Gather tokens into rows; the backward pass sums rows into tokens, choice by choice."""
     model, w, count = shape.model, shape.matmul_bytes, rows(shape)
-    k, stream, wide = _of(shape).experts_per_token, shape.tokens * model.hidden, count * model.hidden * w
+    k, stream, wide = _of(shape).experts_per_token, shape.elements, count * model.hidden * w
     copy = stream * w if shape.casts else 0
     operations = [cast(shape, "dispatch_cast", stream, temporary=copy)] if shape.casts else []
     gathered = elementwise(
         shape, "dispatch", "embedding_forward", k * stream, 2, temporary=2 * stream * w,
         frees_saved=shape.tokens * k * INDEX + _mask_bytes(shape),
     )  # fmt: skip
-    added = elementwise(shape, "dispatch", "add_in_place", k * stream, 3, frees_temporary=stream * w + wide)
+    added = gradient_sum(shape, "dispatch", k * stream, stream * w + wide)
     operations.append(
         elementwise(
             shape, "dispatch", "embedding_forward", count * model.hidden, 2, saved=wide, frees_temporary=copy,
@@ -235,7 +230,7 @@ def _dispatch(shape: Shape) -> list[Operation]:
 def _combine(shape: Shape) -> list[Operation]:
     """Gather, weight and sum the rows of all tokens, choice by choice."""
     model, w, count, k = shape.model, shape.matmul_bytes, rows(shape), _of(shape).experts_per_token
-    stream, wide, choices = shape.tokens * model.hidden, count * model.hidden * w, shape.tokens * k
+    stream, wide, choices = shape.elements, count * model.hidden * w, shape.tokens * k
     of_rows = count * (INDEX + FP32)  # the token of each row, and its weight
     gradient = [
         elementwise(shape, "combine", "embedding_forward", k * stream, 2, scratch=2 * stream * w),
@@ -257,14 +252,14 @@ def _fused_experts(shape: Shape) -> list[Operation]:
     """Experts whose dispatch (sorting tokens into rows) and combine (summing rows into tokens) are one kernel each."""
     model, conventions = shape.model, shape.conventions
     count, width = rows(shape), model.expert_ffn_size
-    both = 2 * width if model.gated_ffn else width
+    gate_and_up = 2 * width if model.gated_ffn else width
     sent, back = permuted_elements(shape)
     kept = count * model.hidden * conventions.storage.input_bytes
     sorted_back = elementwise(shape, "dispatch", "add", sent, 1)
     spread = elementwise(shape, "combine", "embedding_forward", back, 1)
     return [
         elementwise(shape, "dispatch", "embedding_forward", sent, 1, saved=kept, gradient=[sorted_back]),
-        *_grouped(shape, "expert_up", model.hidden, both, keep=True, frees=0, consumes=0),
+        *_grouped(shape, "expert_up", model.hidden, gate_and_up, keep=True, frees=0, consumes=0),
         activated(shape, count * width),
         *_grouped(
             shape, "expert_down", width, model.hidden, keep=conventions.keeps_expert_outputs, frees=0, consumes=0
@@ -278,9 +273,9 @@ def permuted_elements(shape: Shape) -> tuple[Size, Size]:
 
     If a rank has several experts, rows received per choice are sorted by expert once more, and back.
     """
-    moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.tokens * shape.model.hidden
-    again = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
-    return 2 * count * (1 + again), 2 * count * again + count + tokens
+    moe, count, tokens = _of(shape), rows(shape) * shape.model.hidden, shape.elements
+    sorts_twice = (shape.ep > 1) & (shape.ep < moe.experts) & (shape.conventions.rows_sent == "choices")
+    return 2 * count * (1 + sorts_twice), 2 * count * sorts_twice + count + tokens
 
 
 def _shared_experts(shape: Shape) -> list[Operation]:
@@ -292,7 +287,7 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     if shape.conventions.fused:
         gate = linear(shape, "shared_gate", model.hidden, 1, keep=True, bias=False) if gated else []
         return feed_forward(shape, model.shared_ffn_size, "shared_ffn") + gate
-    elements, size = shape.tokens * model.hidden, shape.tokens * model.hidden * w
+    elements, size = shape.elements, shape.elements * w
     name = f"shared_{network_reader(shape)}_cast"
     operations = [cast(shape, name, elements, saved=size)] if shape.casts else []
     # Without a gate the gradient of the sum is that of the branch, which `combine` still needs.
@@ -302,26 +297,24 @@ def _shared_experts(shape: Shape) -> list[Operation]:
     if gated:
         # The product with the gate saves both factors: the shared experts' output is saved, not temporary.
         operations[-1] = replace(operations[-1], saved_bytes=size, temporary_bytes=0)
-        met = elementwise(shape, "ffn_norm", "add_in_place", elements, 3, frees_temporary=size)
-        operations = gradient_last(operations, met) + _shared_gate(shape, size)
+        summed = gradient_sum(shape, "ffn_norm", elements, size)
+        operations = gradient_last(operations, summed) + _shared_gate(shape, size)
     joined = elementwise(shape, "shared_sum", "add", elements, 3, temporary=size, frees_temporary=2 * size)
     return [*operations, joined]
 
 
 def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
-    hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.tokens * shape.model.hidden
-    gate, held = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
-    to_input, to_weight = product_gradients(shape, "shared_gate", (shape.tokens, 1, hidden), moved=size)
-    to_weight = replace(
-        to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=held, frees_temporary_bytes=gate
-    )
+    hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.elements
+    gate, saved = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
+    sizes = (shape.tokens, 1, hidden)
+    to_input, to_weight = product_gradients(shape, "shared_gate", sizes, moved=size, consumes=gate)
+    to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=saved)
     of_product = elementwise(shape, "shared_sum", "multiply_backward", elements, 4, temporary=2 * size + gate,
                              frees_saved=size, frees_temporary=size)  # fmt: skip
     of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate, frees_saved=gate)
     return [
-        product("shared_gate", (shape.tokens, 1, hidden), w, moved=size, saved=held, temporary=gate,
-                gradient=[to_input, to_weight]),
+        product("shared_gate", sizes, w, moved=size, saved=saved, temporary=gate, gradient=[to_input, to_weight]),
         elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate,
                     gradient=[of_sigmoid]),
         elementwise(shape, "shared_sum", "multiply", elements, 2, temporary=size, gradient=[of_product]),

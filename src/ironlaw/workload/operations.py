@@ -81,7 +81,8 @@ def with_memory(
 def call(
     name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
     temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, scratch: Size = 0, parameters: Size = 0,
-    precision: str | None = None, on_stream: bool = False, gathered: bool = False, gradient: Sequence[Operation] = (),
+    precision: str | None = None, on_stream: bool = False, gathered: bool = False, summed: bool = False,
+    gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
     """Return an operation other than a matrix product, which moves `moved` bytes. `scratch`: bytes allocated only while
     it runs; `parameters`: bytes of the parameter gradients it creates. `kinds.py` sets its group to that of its layer.
@@ -90,7 +91,7 @@ def call(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
         saved_bytes=saved, temporary_bytes=temporary + scratch, frees_saved_bytes=frees_saved,
         frees_temporary_bytes=frees_temporary + scratch, gradient_bytes=parameters, on_stream=on_stream,
-        gathered=gathered, gradient=tuple(gradient),
+        gathered=gathered, summed=summed, gradient=tuple(gradient),
     )  # fmt: skip
 
 

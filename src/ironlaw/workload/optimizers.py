@@ -87,21 +87,21 @@ class Assignment:
 
 def assign(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[Assignment]:
     """Return one assignment per tensor."""
-    matrices = of_matrices(parameters, config)
+    matrices = uses_matrix_update(parameters, config)
     return [_assignment(parameter, config, matrix) for parameter, matrix in zip(parameters, matrices, strict=True)]
 
 
-def of_matrices(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[bool]:
+def uses_matrix_update(parameters: Sequence[Parameter], config: OptimizerConfig) -> list[bool]:
     """Return for each tensor whether the matrix optimizer updates it."""
     if config.name not in MATRIX_OPTIMIZERS:
         return [False] * len(parameters)
-    least = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
-    return [parameter.is_block_matrix and min(parameter.shape) > least for parameter in parameters]
+    min_size = config.rank if config.name == "galore" else 0  # smaller matrices gain nothing from projection
+    return [parameter.is_block_matrix and min(parameter.shape) > min_size for parameter in parameters]
 
 
 def leaves_no_matrix(model: Dimensions, config: OptimizerConfig) -> bool:
     """Return whether the matrix optimizer would have nothing to update."""
-    return config.name in MATRIX_OPTIMIZERS and not any(of_matrices(model_parameters(model), config))
+    return config.name in MATRIX_OPTIMIZERS and not any(uses_matrix_update(model_parameters(model), config))
 
 
 def _assignment(parameter: Parameter, config: OptimizerConfig, matrix: bool) -> Assignment:
@@ -129,7 +129,7 @@ def check_patterns(names: Sequence[str], config: OptimizerConfig) -> None:
 
 def state_bytes(parameters: Sequence[Parameter], config: OptimizerConfig) -> int:
     """Return the exact bytes of all state tensors after the first update."""
-    matrices = of_matrices(parameters, config)
+    matrices = uses_matrix_update(parameters, config)
     total = sum(tensor_state_bytes(p.shape, config, matrix=m) for p, m in zip(parameters, matrices, strict=True))
     quantized = config.name in QUANTIZED and any(p.elements >= QUANTIZED_FROM_ELEMENTS for p in parameters)
     return total + (QUANTIZED_MAPS_BYTES if quantized else 0)
@@ -200,7 +200,7 @@ def update_operations(
 ) -> list[Operation]:
     """Return the operations of an optimizer step: clipping by global norm, the update, and gradient accumulation."""
     elements = sum(parameter.elements for parameter in parameters)
-    matrices = [p for p, matrix in zip(parameters, of_matrices(parameters, config), strict=True) if matrix]
+    matrices = [p for p, matrix in zip(parameters, uses_matrix_update(parameters, config), strict=True) if matrix]
     rest = elements - sum(parameter.elements for parameter in matrices)
     if config.name in MATRIX_OPTIMIZERS:
         updates = [streamed(config.name, "adamw", rest, 7)] if rest else []

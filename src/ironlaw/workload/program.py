@@ -33,7 +33,7 @@ from ironlaw.workload.recipe import Recipe, StepBatch
 from ironlaw.workload.recompute import freed_after_backward, freed_after_forward, recomputed_operations, weight_copies
 from ironlaw.workload.schedule import layers_of, stages_of
 from ironlaw.workload.sections import FROZEN, ObjectiveConfig
-from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, of_site, shard_of
+from ironlaw.workload.sharding import BUCKET_BYTES, local_parameters, shard_of, site_layout
 from ironlaw.workload.updates import Loop
 
 if TYPE_CHECKING:  # a trace needs torch, a program does not
@@ -134,7 +134,7 @@ def step(
         whole = recipe.adapters.trained(model, range(model.layers)) if recipe.adapters else model_parameters(model)
         check_patterns([parameter.name for parameter in whole], recipe.optimizer)
     micro_batches, rest = divmod(batch.sequences, layout.dp * layout.micro_batch)
-    count, per_site = layout.pp * layout.virtual_stages, of_site(layout, recipe.communication)
+    count, per_site = layout.pp * layout.virtual_stages, site_layout(layout, recipe.communication)
     shape = local_shape(micro_batch_shape(model, layout.micro_batch, batch, recipe), per_site)
     embedded, *blocks, output = _known_layers(shape)
     stages, frozen = [], [0] * count
@@ -187,24 +187,24 @@ def step_of_trace(trace: ModuleTrace, accumulation: int = 1, loop: Loop | None =
     operations = [with_memory(op, scratch=op.cpu_scratch_bytes if cpu else 0) for op in trace.operations]
     turn = next((n for n, op in enumerate(operations) if op.phase is not Phase.FORWARD), len(operations))
     forward: list[Operation] = [*operations[:turn]]
-    found = loop.gradients if loop else "none"
-    if found == "forward" and accumulation > 1:  # gradients of the previous micro-batch exist in forward passes anyway
-        found = "none"
-    if found == "forward":
+    gradients = loop.gradients if loop else "none"
+    if gradients == "forward" and accumulation > 1:  # those of the micro-batch before exist anyway
+        gradients = "none"
+    if gradients == "forward":
         cleared = -trace.trained_bytes
         forward.append(Operation("zero_grad", Kind.OTHER, Phase.OPTIMIZER, "", "", repeat=0, gradient_bytes=cleared))
     layer = Layer(trace.name, "module", tuple(forward), tuple(operations[turn:]))
     if loop is None:
         update = adamw_operations(trace.trained_parameters, trace.trained_tensors, accumulation=accumulation)
-        state, whose = 2 * trace.trained_bytes, "two moments of AdamW"
+        state, note = 2 * trace.trained_bytes, "two moments of AdamW"
     else:
         update = loop.operations(trace.trained_parameters, accumulation)
-        state, whose = loop.state_bytes(), loop.names()
+        state, note = loop.state_bytes(), loop.names()
     tensors = (
         Tensor("weights", trace.parameter_bytes + trace.buffer_bytes, "parameters and buffers"),
-        Tensor("optimizer", state, whose),
+        Tensor("optimizer", state, note),
         Tensor("batch", trace.input_bytes, "inputs"),
-        Tensor("gradients", trace.trained_bytes if found != "none" else 0, "of the step before"),
+        Tensor("gradients", trace.trained_bytes if gradients != "none" else 0, "of the step before"),
     )
     return Program(Layout(), (Stage((layer,), update=tuple(update)),), accumulation, tensors=(tensors,))
 
@@ -235,7 +235,7 @@ def replicated(program: Program, trace: ModuleTrace, layout: Layout) -> Program:
     sent += [Collective("shard", "reduce_scatter", calls, reduced)] if zero else []
     if layout.dp > ranks:
         sent.append(Collective("replicate", "all_reduce", calls, reduced // ranks))
-    held = [t._replace(bytes=t.bytes - divided.get(t.component, 0) * (1 - 1 / ranks)) for t in tensors]
+    own_tensors = [t._replace(bytes=t.bytes - divided.get(t.component, 0) * (1 - 1 / ranks)) for t in tensors]
     (layer,), own = stage.layers, ranks if zero >= 2 else 1
     backward = tuple(replace(op, gradient_bytes=op.gradient_bytes // own) for op in layer.backward)
     update = tuple(
@@ -244,7 +244,7 @@ def replicated(program: Program, trace: ModuleTrace, layout: Layout) -> Program:
         for of in [ranks if op.phase is Phase.OPTIMIZER else own]  # gradients of micro-batches are added before
     )
     stage = replace(stage, layers=(replace(layer, backward=backward),), update=update)
-    return replace(program, layout=layout, stages=(stage,), tensors=((*held, *added),), sent=tuple(sent))
+    return replace(program, layout=layout, stages=(stage,), tensors=((*own_tensors, *added),), sent=tuple(sent))
 
 
 def runs_on_device(update: Operation) -> bool:
@@ -254,11 +254,11 @@ def runs_on_device(update: Operation) -> bool:
 
 def micro_batch_shape(model: ModelConfig, micro_batch: int, batch: StepBatch, recipe: Recipe) -> Shape:
     """Return the shape of one micro-batch of the whole model."""
-    again = bool(recipe.recompute) and recipe.recompute[0] is not None
+    recomputes_first = bool(recipe.recompute) and recipe.recompute[0] is not None
     return Shape(
         model, micro_batch, batch.tokens, recipe.precision, fused_rmsnorm=recipe.cuda,
         recompute=recipe.recompute, loss_chunk=recipe.loss_chunk, documents=batch.documents, onednn=recipe.onednn,
-        native=recipe.native, adapters=recipe.adapters.of_blocks(model, again) if recipe.adapters else (),
+        native=recipe.native, adapters=recipe.adapters.of_blocks(model, recomputes_first) if recipe.adapters else (),
     )  # fmt: skip
 
 
@@ -270,10 +270,10 @@ def layers_of_shape(shape: Shape) -> tuple[Layer, ...]:
     layers = [fast_replace(_layer(shape, "embedding"), name=EMBEDDING)]
     for number, (kind, policy) in enumerate(zip(kinds, policies, strict=True)):
         adapters = shape.adapters[number : number + 1]
-        known = made.get((kind, policy, adapters))
-        if known is None:
-            known = made[kind, policy, adapters] = _layer(replace(shape, adapters=adapters), kind, policy)
-        layers.append(fast_replace(known, name=f"blocks.{number}"))
+        layer = made.get((kind, policy, adapters))
+        if layer is None:
+            layer = made[kind, policy, adapters] = _layer(replace(shape, adapters=adapters), kind, policy)
+        layers.append(fast_replace(layer, name=f"blocks.{number}"))
     return (*layers, fast_replace(_layer(shape, "head"), name=HEAD))
 
 
@@ -295,15 +295,15 @@ def _layer(shape: Shape, kind: str, policy: Policy = None) -> Layer:
 
 def folded(layers: Iterable[Layer]) -> Iterator[tuple[Operation, int]]:
     """Yield a micro-batch's calls, forward then backward, with their repetitions; layers that share operations once."""
-    same: dict[tuple[int, int], list[Layer]] = {}
+    groups: dict[tuple[int, int], list[Layer]] = {}
     for layer in layers:
-        same.setdefault((id(layer.forward), id(layer.recomputed)), []).append(layer)
-    alike = [(group[0], len(group)) for group in same.values()]
-    output, others = ([one for one in alike if (one[0].name == HEAD) is last] for last in (True, False))
-    passes = [(layer.forward, times) for layer, times in alike]
+        groups.setdefault((id(layer.forward), id(layer.recomputed)), []).append(layer)
+    counted = [(group[0], len(group)) for group in groups.values()]
+    output, other_layers = ([one for one in counted if (one[0].name == HEAD) is last] for last in (True, False))
+    passes = [(layer.forward, times) for layer, times in counted]
     passes += [(layer.backward, times) for layer, times in output]
-    passes += [(layer.recomputed, times) for layer, times in others]
-    passes += [(layer.backward, times) for layer, times in reversed(others)]
+    passes += [(layer.recomputed, times) for layer, times in other_layers]
+    passes += [(layer.backward, times) for layer, times in reversed(other_layers)]
     for operations, times in passes:
         yield from ((op, op.repeat * times) for op in operations if op.repeat)
 
@@ -338,8 +338,8 @@ def persistent_tensors(
     hosted, paged = recipe.offloads_optimizer, PAGED.get(recipe.optimizer.name)
     state = 0 if hosted else state_bytes(shards, recipe.optimizer)
     average = elements if recipe.average else 0
-    held = recipe.adapters.held_as(recipe.precision) if recipe.adapters else "fp32 parameters"
-    yield Tensor("weights", frozen + elements + buffers, held)
+    formats = recipe.adapters.held_as(recipe.precision) if recipe.adapters else "fp32 parameters"
+    yield Tensor("weights", frozen + elements + buffers, formats)
     where = ", on the host" if hosted else f", {paged}" if paged else ""
     yield Tensor("optimizer", state, f"{recipe.optimizer.name}{where}")
     yield Tensor("batch", batch_bytes(batch) // layout.dp, "tokens and targets")

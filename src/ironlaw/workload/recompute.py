@@ -17,7 +17,7 @@ from ironlaw.workload.kinds import forward_of, has_experts, layer_groups
 from ironlaw.workload.latent import WIDE
 from ironlaw.workload.operations import Operation, with_memory, without_work
 from ironlaw.workload.sections import KEEPABLE, Recompute
-from ironlaw.workload.sizes import any_of
+from ironlaw.workload.sizes import is_nonzero
 
 RECOMPUTED_SUFFIX = " again"  # suffix of the names of recomputed operations
 GENERATOR_BYTES = 5056  # state of PyTorch's CPU generator, kept per block so that dropout draws the same noise twice
@@ -73,11 +73,11 @@ def recomputed_operations(shape: Shape, policy: frozenset[str], kind: str = "blo
         op = replace(op, name=f"{op.name}{RECOMPUTED_SUFFIX}", phase=Phase.BACKWARD)
         if exists:
             # The result exists: it stays saved if the backward pass needs it, and becomes temporary otherwise.
-            freed = 0 if any_of(op.saved_bytes) else op.temporary_bytes
+            freed = 0 if is_nonzero(op.saved_bytes) else op.temporary_bytes
             op = without_work(op, saved_bytes=0, frees_saved_bytes=freed)
         result.append(op)
-    left = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
-    result[-1] = with_memory(result[-1], frees_temporary=left)
+    remaining = sum(op.temporary_bytes - op.frees_temporary_bytes for op in result)  # freed when the recomputation ends
+    result[-1] = with_memory(result[-1], frees_temporary=remaining)
     return result
 
 
@@ -88,7 +88,7 @@ def _operations_to_recompute(shape: Shape, kind: str) -> list[Operation]:
     # These save the last product's result only when they are done: oneDNN's layer, and the sum over experts.
     if (shape.onednn and not shape.casts) or (moe is not None and not moe.shared_experts):
         return operations
-    return operations[: 1 + max(i for i, op in enumerate(operations) if any_of(op.saved_bytes))]
+    return operations[: 1 + max(i for i, op in enumerate(operations) if is_nonzero(op.saved_bytes))]
 
 
 def weight_copies(shape: Shape, kind: str = "block") -> int:
@@ -105,17 +105,17 @@ def weight_copies(shape: Shape, kind: str = "block") -> int:
 def freed_after_forward(shape: Shape, policy: frozenset[str], kind: str = "block") -> Operation:
     """The end of a block's forward pass: frees everything but the result, the results kept and the cast weights."""
     saved = sum(op.saved_bytes for op in forward_of(shape, kind))
-    result = shape.tokens * shape.model.hidden * FP32 // shape.stream_parts
-    held = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
-    held += GENERATOR_BYTES if shape.model.dropout else 0
-    return _memory("drop", Phase.FORWARD, saved - held)
+    result = shape.elements * FP32 // shape.stream_parts
+    kept = result + kept_bytes(shape, policy, kind) + weight_copies(shape, kind)
+    kept += GENERATOR_BYTES if shape.model.dropout else 0
+    return _memory("drop", Phase.FORWARD, saved - kept)
 
 
 def freed_after_backward(dropped: Operation, recomputed: Sequence[Operation], weight_copies: int) -> Operation:
     """The end of a recomputed block's backward pass: frees the tensors kept for recomputation, so that no more is left
     than without recomputation."""
-    left = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
-    return _memory("kept results", Phase.BACKWARD, left - weight_copies)
+    remaining = sum(op.saved_bytes - op.frees_saved_bytes for op in (dropped, *recomputed))
+    return _memory("kept results", Phase.BACKWARD, remaining - weight_copies)
 
 
 def _memory(name: str, phase: Phase, frees_saved: int) -> Operation:

@@ -51,7 +51,7 @@ def stages_of(schedule: str, pp: int, virtual: int, rank: int) -> list[int]:
     return [rank + pp * chunk for chunk in range(virtual)]
 
 
-def unfilled(schedule: str, pp: int, virtual: int, micro_batches: int) -> str | None:
+def reason_unfilled(schedule: str, pp: int, virtual: int, micro_batches: int) -> str | None:
     """Return why a schedule cannot run this number of micro-batches, or None."""
     if virtual > 1 and schedule not in V_SHAPED and micro_batches % pp:
         return f"interleaving needs the {micro_batches} micro-batches divisible by pp = {pp}"
@@ -166,8 +166,8 @@ def pytorch_passes(schedule: str, pp: int, virtual: int, micro_batches: int) -> 
         def _prepare_schedule_with_comms(self, actions: Any) -> None:
             """Skip the placement of messages: they are not passes, and it takes quadratic time."""
 
-    held: list[Any] = [StageStub(index) for index in stages_of(schedule, pp, virtual, 0)]
-    order_of = Order(held, micro_batches, loss_fn=None).pipeline_order
+    stages: list[Any] = [StageStub(index) for index in stages_of(schedule, pp, virtual, 0)]
+    order_of = Order(stages, micro_batches, loss_fn=None).pipeline_order
     kinds = schedules._ComputationType
     short = {
         kinds.FORWARD: "F", kinds.FULL_BACKWARD: "B", kinds.BACKWARD_INPUT: "I", kinds.BACKWARD_WEIGHT: "W",

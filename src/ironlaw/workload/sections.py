@@ -64,7 +64,7 @@ class Recompute(Section):
         return {"mode": self.mode} | self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
-KEPT = Recompute()
+NO_RECOMPUTATION = Recompute()
 """Nothing is recomputed."""
 
 

@@ -20,7 +20,7 @@ FP32 = 4
 EXPERTS = ".experts"  # suffix of the FSDP unit of a block's experts if ep divides them
 
 
-def of_site(layout: Layout, communication: CommunicationConfig) -> Layout:
+def site_layout(layout: Layout, communication: CommunicationConfig) -> Layout:
     """Return the layout of one site with local steps; the whole layout without local steps."""
     if not communication.local_steps:
         return layout
@@ -131,7 +131,7 @@ def parameter_groups(
     Expert parallel experts are sharded over other ranks than the rest of their block, and form their own units.
     """
     names = {p.name for p in parameters}
-    apart = {"embedding.weight", "head.weight"}
+    own_units = {"embedding.weight", "head.weight"}
     if (
         model is not None
         and model.tied
@@ -139,9 +139,9 @@ def parameter_groups(
         and "head.weight" not in names
         and "final_norm.weight" in names
     ):
-        apart = set()  # one tensor, used at both ends
+        own_units = set()  # one tensor, used at both ends
     if chunked:
-        apart.discard("head.weight")
+        own_units.discard("head.weight")
     groups: dict[str, list[Parameter]] = {}
     for parameter in parameters:
         unit = "root"
@@ -149,7 +149,7 @@ def parameter_groups(
             unit = ".".join(parameter.name.split(".")[:2])
             if ep > 1 and of_experts(parameter):
                 unit += EXPERTS
-        elif parameter.name in apart:
+        elif parameter.name in own_units:
             unit = parameter.name
         groups.setdefault(unit, []).append(parameter)
     return groups

@@ -16,12 +16,12 @@ def is_array(*sizes: Size) -> bool:
     return any(type(size).__name__ == "ndarray" for size in sizes)
 
 
-def any_of(size: Size) -> bool:
+def is_nonzero(size: Size) -> bool:
     """Whether the size is nonzero for any layout."""
     return bool(size.any() if is_array(size) else size)
 
 
-def several(size: Size) -> bool:
+def above_one(size: Size) -> bool:
     """Whether the size is above one; all layouts of an array must agree."""
     if not is_array(size):
         return bool(size > 1)

@@ -35,22 +35,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.workload.module_source import install_advice
-from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, as_tensors, described, named_inputs
+from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, described, make_tensors, named_inputs
 from ironlaw.workload.trace_layers import (
-    AS_SHORTER,
-    ROWS,
-    SHORTEST,
-    NotAlike,
+    EXTRAPOLATED,
+    MAX_KERNELS,
+    MIN_EXTRAPOLATED_TOKENS,
+    NotExtrapolable,
     Stack,
-    at_length,
-    changes_between,
     common_length,
+    extrapolate,
+    has_window_between,
     longest_stack,
-    one_of_each,
+    repeat_layers,
+    run_one_of_each_kind,
     shortened,
-    whole,
 )
-from ironlaw.workload.trace_recorder import LongLoop, Recorder, operations_of
+from ironlaw.workload.trace_recorder import LongLoop, Recorder, build_operations
 from ironlaw.workload.trace_store import ModuleTrace
 from ironlaw.workload.trace_values import TraceMode, tracing
 
@@ -105,16 +105,16 @@ def _repeated(run: Callable[..., tuple[ModuleTrace, Stack | None]], inputs: Inpu
     """Traces one layer of each kind; a long loop over tokens is extrapolated from shorter sequences."""
     once, sequence = partial(run, real=False, repeated=True), common_length(inputs)
     try:
-        found, stack = once(inputs, tokens=sequence if sequence > SHORTEST else None)
+        found, stack = once(inputs, tokens=sequence if sequence > MIN_EXTRAPOLATED_TOKENS else None)
     except LongLoop as loop:
         try:
-            begun = operations_of(loop.recorder)
-            found, stack = at_length(lambda length: once(shortened(inputs, length)), sequence, begun)
+            begin = build_operations(loop.recorder)
+            found, stack = extrapolate(lambda length: once(shortened(inputs, length)), sequence, begin)
             known = described(named_inputs(inputs))
-            found = replace(found, inputs=known, assumptions=(*found.assumptions, AS_SHORTER))
-        except NotAlike:
+            found = replace(found, inputs=known, assumptions=(*found.assumptions, EXTRAPOLATED))
+        except NotExtrapolable:
             found, stack = once(inputs)
-    return replace(found, operations=whole(found.operations, stack)) if stack else found
+    return replace(found, operations=repeat_layers(found.operations, stack)) if stack else found
 
 
 def _traced(
@@ -126,18 +126,18 @@ def _traced(
     where, parameters = CONSTRUCTION, None
     try:
         with tracing(mode, cpu):
-            module, notes = _built(source, mode)
+            module, notes = _build(source, mode)
             if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
                 where = "its forward pass"
-                module = _sized(source, inputs, mode)
+                module = _give_sizes(source, inputs, mode)
                 notes = [("weights", "built in memory", "a forward pass gives lazy layers their sizes", "")]
-            if tokens and not changes_between(module, tokens):
-                recorder.most = ROWS
+            if tokens and not has_window_between(module, tokens):
+                recorder.max_kernels = MAX_KERNELS
             parameters, buffers = _stand_ins(module, mode)
             state = parameters | buffers
             vocabulary = getattr(getattr(module, "config", None), "vocab_size", None)
             tree = named_inputs(inputs)
-            given, assumed = as_tensors(tree, mode.unknown, lambda t: _placed(t, mode), real, vocabulary)
+            given, assumed = make_tensors(tree, mode.without_values, lambda t: _place(t, mode), real, vocabulary)
             recorder.ignore([list(state.values()), list(_tensors(given))])
             args, kwargs = arguments(module, given)
             where = "its forward pass"
@@ -146,7 +146,7 @@ def _traced(
                 module.train(training)
             stack = longest_stack(module) if repeated else None
             try:
-                with one_of_each(module, stack) if stack else nullcontext():
+                with run_one_of_each_kind(module, stack) if stack else nullcontext():
                     _run(module, state, args, kwargs, recorder, loss, training, precision)
             finally:
                 with suppress(NotImplementedError):
@@ -156,11 +156,11 @@ def _traced(
     except (Exception, SystemExit) as error:
         size = None if parameters is None else _bytes(parameters.values())
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
-        raise explained(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
+        raise describe_failure(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     own = _unique(parameters.values())
     trained = [p for p in own if p.requires_grad]
     found = ModuleTrace(
-        operations=operations_of(recorder),
+        operations=build_operations(recorder),
         name=type(module).__name__,
         parameters=sum(p.numel() for p in own),
         trained_parameters=sum(p.numel() for p in trained),
@@ -202,7 +202,7 @@ def _name(source: object) -> str:
 # -- setting up --------------------------------------------------------------------------------------------------
 
 
-def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
+def _build(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
     """Returns the module, and an assumption if it was built on real tensors because its construction reads values."""
     notes: list[Assumed] = []
     module: Any = source
@@ -227,11 +227,11 @@ def _built(source: Source, mode: TraceMode) -> tuple[nn.Module, list[Assumed]]:
     return module, notes
 
 
-def _sized(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
+def _give_sizes(source: Source, inputs: Inputs, mode: TraceMode) -> nn.Module:
     """Returns the module with values, after a forward pass, in which its lazy layers get their sizes for good."""
     with mode.real_tensors(), torch.no_grad():
         module = source if isinstance(source, nn.Module) else source()
-        given, _ = as_tensors(named_inputs(inputs), mode.unknown, lambda t: t, True, None)
+        given, _ = make_tensors(named_inputs(inputs), mode.without_values, lambda t: t, True, None)
         args, kwargs = arguments(module, given)
         module(*args, **kwargs)
     return module
@@ -242,11 +242,11 @@ def _stand_ins(module: nn.Module, mode: TraceMode) -> tuple[dict[str, Tensor], d
     gradients and statistics do not change. Shared tensors stay shared."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
-    made = {id(tensor): _placed(tensor, mode) for tensor in _unique((*parameters.values(), *buffers.values()))}
+    made = {id(tensor): _place(tensor, mode) for tensor in _unique((*parameters.values(), *buffers.values()))}
     return {k: made[id(p)] for k, p in parameters.items()}, {k: made[id(b)] for k, b in buffers.items()}
 
 
-def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
+def _place(tensor: Tensor, mode: TraceMode) -> Tensor:
     """Returns a tensor for the step: known values are copied, so that the original does not change."""
     weight = isinstance(tensor, nn.Parameter)
     if tensor.device.type not in ("cpu", "meta"):
@@ -254,7 +254,7 @@ def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
     if tensor.device.type == "meta":
         if mode.real:
             raise UserError("the module was built under torch.device('meta') and has no values: build it on the CPU")
-        fake = mode.unknown(tensor.shape, tensor.dtype)
+        fake = mode.without_values(tensor.shape, tensor.dtype)
         return nn.Parameter(fake, tensor.requires_grad) if weight else fake
     if isinstance(tensor, FakeTensor):
         return tensor
@@ -264,7 +264,7 @@ def _placed(tensor: Tensor, mode: TraceMode) -> Tensor:
         return fake
     if weight:
         return nn.Parameter(tensor.detach(), tensor.requires_grad)
-    if mode.real or mode.keeps(tensor):
+    if mode.real or mode.keeps_values(tensor):
         with _disable_current_modes():
             return tensor.clone()
     return mode.from_tensor(tensor)
@@ -299,13 +299,13 @@ def _run(
 
 
 def _backward(ends: list[Tensor]) -> None:
-    wanted = [end for end in ends if end.requires_grad]
-    if not wanted:
+    trained = [end for end in ends if end.requires_grad]
+    if not trained:
         raise UserError("nothing in the output needs a gradient: unfreeze parameters or plan with training=False")
-    if len(wanted) == 1 and wanted[0].numel() == 1:
-        wanted[0].backward()
+    if len(trained) == 1 and trained[0].numel() == 1:
+        trained[0].backward()
     else:
-        torch.autograd.backward(wanted, [torch.ones_like(end) for end in wanted])
+        torch.autograd.backward(trained, [torch.ones_like(end) for end in trained])
 
 
 def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
@@ -347,7 +347,7 @@ class Untraceable(UserError):
         self.reason, self.parameter_bytes = reason, parameter_bytes
 
 
-def explained(
+def describe_failure(
     error: BaseException, name: str, where: str, path: str, *, real: bool, parameter_bytes: int | None
 ) -> Untraceable:
     """Returns an error that describes the failure in one line, with advice."""

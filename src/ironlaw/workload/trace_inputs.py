@@ -48,7 +48,7 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _listed(item) for key, item in value.items()}
-    if inner and all(str(key).isdigit() for key in inner):
+    if inner and all(isinstance(key, str) and key.isdigit() for key in inner):
         return [inner[key] for key in sorted(inner, key=int)]
     return inner
 
@@ -72,23 +72,23 @@ def arguments(module: nn.Module, given: dict[str, Any]) -> tuple[tuple[Any, ...]
     known = [name for name, p in signature.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unnamed = [value for name, value in given.items() if name.startswith("#")]
     named = {name: value for name, value in given.items() if not name.startswith("#")}
-    strange = [name for name in named if name not in known]
-    if any_name or not strange:
+    unknown = [name for name in named if name not in known]
+    if any_name or not unknown:
         return tuple(unnamed), named
-    if len(strange) < len(named):
+    if len(unknown) < len(named):
         raise UserError(
-            f"{type(module).__name__}.forward has no argument '{strange[0]}': {did_you_mean(strange[0], known)}"
+            f"{type(module).__name__}.forward has no argument '{unknown[0]}': {did_you_mean(unknown[0], known)}"
         )
     return tuple(given.values()), {}
 
 
-def as_tensors(
-    given: dict[str, Any], unknown: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
+def make_tensors(
+    given: dict[str, Any], without_values: Callable[..., Tensor], place: Place, real: bool, vocabulary: int | None
 ) -> tuple[dict[str, Any], list[Assumed]]:
     """Returns the inputs with tensors in place of `Input`s, converted by `place`, and the assumptions on their values.
 
-    `unknown` makes a tensor without values of a shape and type. With `real`, every tensor has values, and token ids are
-    drawn from the `vocabulary` if given.
+    `without_values` makes a tensor of a shape and type. With `real`, every tensor has values, and token ids are drawn
+    from the `vocabulary` if given.
     """
     assumed: list[Assumed] = []
 
@@ -97,13 +97,13 @@ def as_tensors(
             name = name or value.name
             values = value.values or _assumed_values(name, value, vocabulary if real else None)
             if values is None and not real:
-                return unknown(value.shape, getattr(torch, value.dtype))
+                return without_values(value.shape, getattr(torch, value.dtype))
             if values is not None and not value.values:
                 size = described(value, name)[name]
                 words = _WORDS.get(values, f"drawn below {values}")
                 assumed.append((f"values of {name}", words, "nobody gave them", f"--input {name}={size}:VALUES"))
             with _disable_current_modes():
-                return place(_made(value, values))
+                return place(_make_tensor(value, values))
         if isinstance(value, Tensor):
             return place(value.detach())
         if type(value) is dict:
@@ -144,7 +144,7 @@ def _assumed_values(name: str, described: Input, vocabulary: int | None) -> str 
     return "zeros"
 
 
-def _made(described: Input, values: str | None) -> Tensor:
+def _make_tensor(described: Input, values: str | None) -> Tensor:
     dtype, shape = getattr(torch, described.dtype), described.shape
     if values is None:
         return torch.randn(shape).to(dtype)

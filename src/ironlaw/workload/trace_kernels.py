@@ -110,7 +110,7 @@ def touched_bytes(*values: Any) -> int:
     return total
 
 
-def calls_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
+def kernels_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[TracedOperation]:
     """Returns the kernels of one ATen call; several for a convolution's backward pass."""
     name = base_name(func)
     if name.startswith(_ATTENTION):
@@ -288,7 +288,7 @@ BLOCK, MIN_BLOCKED_CHANNELS = (16, 16) if torch.backends.cpu.get_cpu_capability(
 fewest channels of an input image that oneDNN copies into this layout (measured with AVX-512 and AVX2)."""
 
 
-def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
+def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     """Returns the bytes that a CPU kernel allocates besides its results (measured with torch 2.13's profiler):
     operands cast to their common type or laid in rows, images in oneDNN's layout, or image patches as columns."""
     name = base_name(func)
@@ -299,16 +299,16 @@ def scratch_of(func: Any, args: tuple[Any, ...], out: Any) -> int:
     if name.startswith(LSTM_LAYER):
         layer = LstmLayer.of(*args[:2])
         return layer.backward_scratch if name.endswith("_backward") else layer.forward_scratch(torch.is_grad_enabled())
-    given = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
+    operands = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
     if name.startswith(_IN_ROWS):
-        return sum(t.nbytes for t in given if not t.is_contiguous())
-    if name.rstrip("_") in _PROMOTES and len(given) == 2:
-        shared = torch.result_type(*given)
+        return sum(t.nbytes for t in operands if not t.is_contiguous())
+    if name.rstrip("_") in _PROMOTES and len(operands) == 2:
+        shared = torch.result_type(*operands)
     elif name == "sum":
         shared = out.dtype
     else:
         return 0
-    return sum(t.numel() * shared.itemsize for t in given if t.dtype != shared)
+    return sum(t.numel() * shared.itemsize for t in operands if t.dtype != shared)
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
@@ -327,18 +327,19 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
         columns = _positions(x if transposed else y) * weight.shape[1] * window * x.itemsize  # for one group
         return columns if library.startswith("Slow") and window > 1 else 0
     block = 1 if max(stride) > 1 and (backward or transposed) else BLOCK  # strided gradients use no blocks
-    last = _channels_last(x)  # images of this layout are not copied
-    blocks_x, blocks_y = (0 if last else _in_blocks(image, block) for image in (x, y))
+    channels_last = _channels_last(x)  # images of this layout are not copied
+    blocks_x, blocks_y = (0 if channels_last else _in_blocks(image, block) for image in (x, y))
     read_x, read_y = (
         size if image.shape[1] >= MIN_BLOCKED_CHANNELS else 0 for image, size in ((x, blocks_x), (y, blocks_y))
     )
     if not backward:
         return max(read_x + weight.nbytes + blocks_y - y.nbytes, blocks_y + (y.nbytes if transposed else 0))
-    copies = (y.nbytes if _channels_last(y) != last else 0) + (weight.nbytes if last else 0)  # in the layout of x
+    # Copies in the layout of x.
+    copies = (y.nbytes if _channels_last(y) != channels_last else 0) + (weight.nbytes if channels_last else 0)
     of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
     groups = others[4]
     of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > MAX_DIRECT_WIDTH else read_x + read_y
-    results = weight.nbytes + (_weight_in_blocks(weight, groups) if last else 0)
+    results = weight.nbytes + (_weight_in_blocks(weight, groups) if channels_last else 0)
     return copies + max(of_input, 0 if out[1] is None else max(of_weight, results))
 
 
@@ -398,7 +399,7 @@ class LstmLayer:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor) -> LstmLayer:
-        """Of the input (T, B, I) and its weight (4 H, I)."""
+        """Return the sizes of a layer with the input (T, B, I) and the weight (4 H, I)."""
         tokens, batch, inputs = x.shape
         return cls(tokens, batch, inputs, weight.shape[0] // 4, x.itemsize)
 
@@ -426,7 +427,7 @@ class LstmLayer:
         return _pages(self._rows * wide) + _pages(self._rows * self.hidden * self.itemsize)
 
     def forward_scratch(self, training: bool) -> int:
-        """`training`: a workspace is kept."""
+        """Return the bytes allocated besides the results. `training`: a workspace is kept."""
         weights = (self.inputs + self.hidden) * self._padded(4 * self.hidden, self.itemsize)
         merged = self.tokens if training and self.batch < 128 else 1  # steps whose products of the input are one
         return weights + self._gates(merged) + (0 if training else self._states)

@@ -79,7 +79,7 @@ def _signature(layer: nn.Module) -> tuple[Any, ...]:
 
 
 @contextmanager
-def one_of_each(module: nn.Module, stack: Stack) -> Iterator[None]:
+def run_one_of_each_kind(module: nn.Module, stack: Stack) -> Iterator[None]:
     """Replaces `forward` such that only the first layer of each kind runs inside the context."""
     layers = module.get_submodule(stack.path)
     assert isinstance(layers, nn.ModuleList)
@@ -112,7 +112,7 @@ def _again(first: int, returned: dict[int, int]) -> Callable[..., Any]:
     return run
 
 
-def whole(operations: list[TracedOperation], stack: Stack) -> list[TracedOperation]:
+def repeat_layers(operations: list[TracedOperation], stack: Stack) -> list[TracedOperation]:
     """Returns the rows of all layers, given those of one layer of each kind."""
     forward = [op for op in operations if op.phase is Phase.FORWARD]
     backward = [op for op in operations if op.phase is Phase.BACKWARD]
@@ -124,47 +124,54 @@ def _repeated(rows: list[TracedOperation], stack: Stack, order: Any) -> list[Tra
     pattern = re.compile(re.escape(stack.path) + r"\.(\d+)(?=\.|$)")
     blocks: dict[int, list[TracedOperation]] = {i: [] for i in set(stack.first)}
     before: dict[int, list[TracedOperation]] = {i: [] for i in blocks}  # rows between layers
-    waiting: list[TracedOperation] = []
-    made: list[TracedOperation] = []
+    pending: list[TracedOperation] = []
+    result: list[TracedOperation] = []
     for op in rows:
         match = pattern.match(op.name)
         if match is None:
-            waiting.append(op)
+            pending.append(op)
             continue
         i = int(match[1])
-        where = blocks[i] if blocks[i] else before[i] if any(blocks.values()) else made
-        where += waiting
-        waiting = []
+        where = blocks[i] if blocks[i] else before[i] if any(blocks.values()) else result
+        where += pending
+        pending = []
         blocks[i].append(op)
     for i in order:
         first = stack.first[i]
-        made += before[i] if i == first else []
+        result += before[i] if i == first else []
         different = {id(op): op for op in blocks[first]}  # repeats of a loop are the same objects
-        mine = {k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()}
-        made += [mine[id(op)] for op in blocks[first]]
-    return made + waiting
+        copies = {
+            k: replace(op, name=pattern.sub(f"{stack.path}.{i}", op.name, count=1)) for k, op in different.items()
+        }
+        result += [copies[id(op)] for op in blocks[first]]
+    return result + pending
 
 
-ROWS = 10_000
+MAX_KERNELS = 10_000
 """A trace of one layer of each kind with more kernels is taken for a loop over tokens: 5 seconds of tracing."""
 
 STEP, LENGTHS = 16, (1, 2, 3, 5)
 """Traced lengths in multiples of 16 tokens; the last exceeds the usual chunk size of recurrences, 64."""
 
-LONGEST = STEP * (LENGTHS[-1] + 1) - 1
+MAX_TRACED = STEP * (LENGTHS[-1] + 1) - 1
 """Most tokens of a sequence that is traced in place of a longer one."""
 
-SHORTEST = 2 * STEP * sum(LENGTHS)
+MIN_EXTRAPOLATED_TOKENS = 2 * STEP * sum(LENGTHS)
 """Tokens from which tracing four short sequences takes less time than tracing the whole."""
 
-LONGEST_BODY, LEAST_REPEATS = 1024, 6
+MAX_BODY_KERNELS, MIN_REPEATS = 1024, 6
 
-AS_SHORTER: Assumed = ("loop over tokens", f"as in shorter sequences, of up to {LONGEST} tokens", "its length", "")
+EXTRAPOLATED: Assumed = (
+    "loop over tokens",
+    f"as in shorter sequences, of up to {MAX_TRACED} tokens",
+    "its length",
+    "",
+)
 
 _COMPUTED = ("name", "kernel", "phase", "flops", "matmul", "attention", "elements", "bytes_moved")
 
 
-def changes_between(module: nn.Module, length: int) -> bool:
+def has_window_between(module: nn.Module, length: int) -> bool:
     """Returns whether a window or chunk size of the module is between the traced lengths and `length`."""
     settings = [vars(getattr(module, "config", None) or module), *(vars(child) for child in module.modules())]
     numbers = [
@@ -173,7 +180,7 @@ def changes_between(module: nn.Module, length: int) -> bool:
         for name, value in each.items()
         if ("window" in name or "chunk" in name) and isinstance(value, int)
     ]
-    return any(LONGEST < number < length for number in numbers)
+    return any(MAX_TRACED < number < length for number in numbers)
 
 
 def common_length(inputs: Inputs) -> int:
@@ -187,26 +194,28 @@ def shortened(inputs: Iterable[Any], length: int) -> list[Input]:
     return [replace(each, shape=(*each.shape[:-1], length)) for each in inputs]
 
 
-class NotAlike(Exception):
+class NotExtrapolable(Exception):
     """Raised if rows or sizes are not a polynomial of the length."""
 
 
-def at_length(
-    traced: Callable[[int], tuple[ModuleTrace, Stack | None]], length: int, begun: Sequence[TracedOperation] = ()
+def extrapolate(
+    traced: Callable[[int], tuple[ModuleTrace, Stack | None]],
+    length: int,
+    begin: Sequence[TracedOperation] = (),
 ) -> tuple[ModuleTrace, Stack | None]:
-    """Extrapolates `traced(length)` from shorter lengths. Raises NotAlike if that is impossible, or if the result does
-    not begin with the kernels of `begun`."""
+    """Extrapolates `traced(length)` from shorter lengths. Raises NotExtrapolable if that is impossible, or if the
+    result does not start with the kernels in `begin`."""
     found, stacks = zip(*(traced(length % STEP + STEP * n) for n in LENGTHS), strict=True)
     segments = [_segments(one.operations) for one in found]
     if len({tuple(len(body) for body, _ in each) for each in segments}) > 1:
-        raise NotAlike
+        raise NotExtrapolable
     operations: list[TracedOperation] = []
     for parts in zip(*segments, strict=True):
         times = _value([times for _, times in parts], length)
         operations += [_value(rows, length) for rows in zip(*(body for body, _ in parts), strict=True)] * times
-    same = zip(operations, begun[:-1], strict=False)  # the last kernel may be incomplete
+    same = zip(operations, begin[:-1], strict=False)  # the last kernel may be incomplete
     if any(getattr(mine, name) != getattr(theirs, name) for mine, theirs in same for name in _COMPUTED):
-        raise NotAlike
+        raise NotExtrapolable
     others = _value([replace(one, operations=[], inputs={}) for one in found], length)
     return replace(others, operations=operations), stacks[-1]
 
@@ -217,14 +226,14 @@ def _value(values: Sequence[Any], length: int) -> Any:
     if all(value == first for value in values):
         return first
     if any(type(value) is not type(first) for value in values):
-        raise NotAlike
+        raise NotExtrapolable
     if is_dataclass(first) and not isinstance(first, type):
         names = [each.name for each in fields(first)]
         return replace(first, **{n: _value([getattr(v, n) for v in values], length) for n in names})
     if isinstance(first, tuple) and len({len(value) for value in values}) == 1:
         return tuple(_value(parts, length) for parts in zip(*values, strict=True))
     if type(first) is not int:
-        raise NotAlike
+        raise NotExtrapolable
 
     def polynomial(at: int) -> int:
         """The polynomial through the first three values, by differences."""
@@ -233,7 +242,7 @@ def _value(values: Sequence[Any], length: int) -> Any:
         return first + u * slope + u * (u - 1) // 2 * bend
 
     if polynomial(LENGTHS[3]) != values[3]:
-        raise NotAlike
+        raise NotExtrapolable
     return polynomial(length // STEP)
 
 
@@ -247,11 +256,11 @@ def _segments(rows: Sequence[TracedOperation]) -> list[tuple[Sequence[TracedOper
 def _loops(ids: np.ndarray[Any, Any], offset: int) -> list[tuple[int, int, int]]:
     """Returns start, end and repeats of each body: finds the longest loop, then those before and after it."""
     size, best, start, period = len(ids), 0, 0, 0
-    for p in range(1, min(LONGEST_BODY, size // LEAST_REPEATS) + 1):
+    for p in range(1, min(MAX_BODY_KERNELS, size // MIN_REPEATS) + 1):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], ids[:-p] == ids[p:], [0]))))
         begins, ends = edges[::2], edges[1::2]
         covered = ends - begins + p
-        covered[covered < LEAST_REPEATS * p] = 0
+        covered[covered < MIN_REPEATS * p] = 0
         if len(covered) and covered.max() > best:
             best, period = int(covered.max()), p
             start = int(begins[covered.argmax()])

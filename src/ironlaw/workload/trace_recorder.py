@@ -1,6 +1,6 @@
 """Recording of one training step on fake or real tensors: every kernel, its module, and each storage's lifetime.
 
-`operations_of` converts a recording to a table of operations: kernels with names, storages as bytes.
+`build_operations` converts a recording to a table of operations: kernels with names, storages as bytes.
 
 Private parts of torch used here (tested: 2.13; 2.11 has the same names):
 - `torch._C._current_autograd_node` and `torch._C._autograd._get_sequence_nr`: a forward call and its backward node
@@ -31,8 +31,8 @@ from ironlaw.workload.trace_kernels import (
     NO_KERNEL,
     TracedOperation,
     base_name,
-    calls_of,
-    scratch_of,
+    kernels_of,
+    scratch_bytes,
     storages,
     tensors,
 )
@@ -78,7 +78,7 @@ IN_PLACE = ("add", "index_add", "index_put", "scatter", "scatter_add")  # write 
 
 
 class LongLoop(UserError):
-    """Raised if a step has more kernels than `Recorder.most`; holds the recorder."""
+    """Raised if a step has more kernels than `Recorder.max_kernels`; holds the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(f"more than {len(recorder.records):,} kernels")
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = math.inf  # kernels before LongLoop is raised
+        self.max_kernels = math.inf  # kernels before LongLoop is raised
         self.phase = Phase.FORWARD
         self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
@@ -122,7 +122,7 @@ class Recorder(TorchDispatchMode):
         handles = []
         for path, child in module.named_modules():
             origin = CallOrigin(path, not any(child.children()), FUSED_MODULES.get(type(child), ""))
-            handles.append(child.register_forward_pre_hook(self._enter(origin)))
+            handles.append(child.register_forward_pre_hook(lambda *_, origin=origin: self._running.append(origin)))
             handles.append(child.register_forward_hook(self._leave, always_call=True))
         original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = self._attention(original)
@@ -141,9 +141,6 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._running.pop()
-
-    def _enter(self, origin: CallOrigin) -> Callable[..., None]:
-        return lambda *_: self._running.append(origin)
 
     def _leave(self, *_: Any) -> None:
         self._running.pop()
@@ -179,11 +176,11 @@ class Recorder(TorchDispatchMode):
         # Autograd writes over the earlier gradient, or over zeros, unless that is a view, of its base's storage.
         earlier = self._lifetime(args[0]) if base_name(func) in IN_PLACE and not args[0]._is_view() else None
         index = len(self.records)
-        if index > self.most:
+        if index > self.max_kernels:
             raise LongLoop(self)
         if base_name(func) not in NO_KERNEL:
-            scratch = scratch_of(func, args, out)
-            for call in calls_of(func, args, kwargs, out):
+            scratch = scratch_bytes(func, args, out)
+            for call in kernels_of(func, args, kwargs, out):
                 if call.attention is not None:
                     call = self._without_padding(call, args)
                 if origin.scope == "attention" and call.kind is Kind.MATMUL:
@@ -250,7 +247,7 @@ def _zeros_at_the_end(func: Any, args: tuple[Any, ...]) -> int:
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 
 
-def operations_of(recorder: Recorder) -> list[TracedOperation]:
+def build_operations(recorder: Recorder) -> list[TracedOperation]:
     """Returns the recorded operations: a row per kernel, with the bytes that it allocates and frees."""
     records = recorder.records
     if not records:
@@ -268,8 +265,8 @@ def operations_of(recorder: Recorder) -> list[TracedOperation]:
         died = None if life.died is None else max(place[max(life.died, 0)], born)
         if died == born and len(groups[born]) > 1:
             continue  # inside a fused kernel
-        waits = backward is not None and born < backward and (died is None or died >= backward)
-        kind = "gradient" if life.gradient else "saved" if waits and not life.output else "temporary"
+        is_saved = backward is not None and born < backward and (died is None or died >= backward)
+        kind = "gradient" if life.gradient else "saved" if is_saved and not life.output else "temporary"
         memory[born][f"{kind}_bytes"] += life.bytes
         if died is not None and kind != "gradient":
             memory[died][f"frees_{kind}_bytes"] += life.bytes

@@ -45,9 +45,8 @@ class TraceMode(FakeTensorMode):
     def __init__(self, real: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.real = real
-        self.converted: dict[int, tuple[Tensor, Tensor]] = {}  # in the running `Module._apply`, to keep sharing
-        self._imagining = False
-        self._unknown: dict[int, Any] = {}  # storages that a fake tensor was written into
+        self._runs_fake = False
+        self._overwritten: dict[int, Any] = {}  # storages that a fake tensor was written into
 
     def __deepcopy__(self, memo: object) -> TraceMode:
         """A fake tensor refers to its mode, which must be the same after layers are copied (nn.Transformer)."""
@@ -62,28 +61,28 @@ class TraceMode(FakeTensorMode):
         finally:
             self.real = before
 
-    def knows(self, tensor: Tensor) -> bool:
+    def has_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
             return False
-        return not self._unknown or tensor.untyped_storage()._cdata not in self._unknown
+        return not self._overwritten or tensor.untyped_storage()._cdata not in self._overwritten
 
-    def keeps(self, tensor: Tensor) -> bool:
+    def keeps_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's values are kept; those of large floating-point tensors are not."""
-        return self.knows(tensor) and (not tensor.is_floating_point() or self._small(tensor))
+        return self.has_values(tensor) and (not tensor.is_floating_point() or self._small(tensor))
 
-    def unknown(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def without_values(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor without values."""
         empty = torch.ops.aten.empty.memory_format
         with _disable_current_modes():
-            made: Tensor = self._imagined(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
+            made: Tensor = self._run_fake(empty, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
         return made
 
     def _sparse_rows(self, gradient: Tensor, touched: int, rows: int) -> Tensor:
         """Returns the sparse gradient of a table of which a batch reads `touched` rows."""
         width = gradient.shape[-1]
-        places = self.unknown((1, touched), torch.int64)
-        values = self.unknown((touched, width), gradient.dtype)
+        places = self.without_values((1, touched), torch.int64)
+        values = self.without_values((touched, width), gradient.dtype)
         with self:
             return torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
                 1, 1, (rows, width), places, values, dtype=values.dtype, layout=torch.sparse_coo, device="cpu"
@@ -95,12 +94,12 @@ class TraceMode(FakeTensorMode):
             x, *weights, hidden, cell = (args[n] for n in (0, 1, 2, 5, 6))
             biases = [(args[1].shape[0],)] * 2
             shapes = [x.shape, *[w.shape for w in weights], *biases, hidden.shape, cell.shape]
-            return tuple(self.unknown(shape, torch.float32) for shape in shapes)
-        results = self._imagined(func, types, args, kwargs)[:3]
+            return tuple(self.without_values(shape, torch.float32) for shape in shapes)
+        results = self._run_fake(func, types, args, kwargs)[:3]
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
-        return *results, self.unknown((kept,), torch.uint8)
+        return *results, self.without_values((kept,), torch.uint8)
 
-    def _in_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
+    def _in_memory_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
         """Returns a batch norm's results with the images in PyTorch's order: that of the input only if it is one of
         PyTorch's own. Its rule for fakes keeps any, such as that of a transposed sequence."""
         order = suggest_memory_format(images)
@@ -109,25 +108,25 @@ class TraceMode(FakeTensorMode):
         with self:
             return (torch.empty_like(out[0], memory_format=order), *out[1:])
 
-    def forget(self, value: Any) -> None:
+    def forget_values(self, value: Any) -> None:
         for tensor in tensors(value):
             if not isinstance(tensor, FakeTensor):
                 storage = tensor.untyped_storage()
                 # Forget only until it is freed, as the address may be reused; a strong reference would count as saved.
-                known_again = partial(self._unknown.pop, storage._cdata)
-                self._unknown[storage._cdata] = weakref.ref(storage, known_again)
+                known_again = partial(self._overwritten.pop, storage._cdata)
+                self._overwritten[storage._cdata] = weakref.ref(storage, known_again)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._imagining:
+        if self._runs_fake:
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
-        if all(self.knows(t) for t in given) and (self.real or _stays_small(func, args, kwargs, given)):
+        if all(self.has_values(t) for t in given) and (self.real or _is_small_call(func, args, kwargs, given)):
             if self.real:
                 _check_memory(func, args, kwargs, given)
             return func(*args, **kwargs)
         if func is torch.ops.aten._grouped_mm.default:  # torch's own rule is for the CUDA kernel: bf16 only
-            return self.unknown(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
+            return self.without_values(grouped_shape(*args, **kwargs), kwargs.get("out_dtype") or args[0].dtype)
         if func is torch.ops.aten._embedding_bag_backward.default and args[9]:  # torch's own rule returns no rows
             return self._sparse_rows(args[0], args[1].numel(), args[6])
         if func is torch.ops.aten.clone.default and args[0].layout is torch.sparse_coo:
@@ -137,33 +136,33 @@ class TraceMode(FakeTensorMode):
         if base_name(func).startswith(LSTM_LAYER):
             return self._lstm(func, types, args, kwargs)
         if func._opname in _SELECT and not self.real:
-            args = self._by_places(args)
-        out = self._imagined(func, types, args, kwargs)
+            args = self._with_positions(args)
+        out = self._run_fake(func, types, args, kwargs)
         if "batch_norm" in func._opname:
-            out = self._in_order(out, args[1 if func._opname.endswith("_backward") else 0])
+            out = self._in_memory_order(out, args[1 if func._opname.endswith("_backward") else 0])
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
         if written:
-            self.forget(written)
+            self.forget_values(written)
             return written[0] if len(written) == 1 and isinstance(out, Tensor) else out
-        if all(self.knows(t) for t in given) and self._small(out):
+        if all(self.has_values(t) for t in given) and self._small(out):
             return func(*args, **kwargs)
         return out
 
-    def _imagined(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _run_fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the call on fake tensors, with all calls that it is composed of."""
-        self._imagining = True
+        self._runs_fake = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
-            self._imagining = False
+            self._runs_fake = False
 
-    def _by_places(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _with_positions(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace known boolean masks among the indices by the positions that they select, whose number is known."""
         places: list[Any] = []
         for index in args[1]:
-            known = index is not None and index.dtype is torch.bool and self.knows(index)
+            known = index is not None and index.dtype is torch.bool and self.has_values(index)
             places += index.nonzero().unbind(1) if known else [index]
         return (args[0], places, *args[2:])
 
@@ -177,7 +176,7 @@ class TraceMode(FakeTensorMode):
         )
 
 
-def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
+def _is_small_call(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
     """Returns whether no result can be large, so that the call needs no trial on fake tensors."""
     if not given:
         return False
@@ -186,8 +185,8 @@ def _stays_small(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool
     if _written(func, args, kwargs):
         return True
     # Without explicit sizes, no result is larger than the outer product of the inputs.
-    told = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
-    return not told and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
+    has_sizes = any(isinstance(value, (list, tuple)) and any(type(v) is int for v in value) for value in args)
+    return not has_sizes and math.prod(max(1, t.numel()) for t in given) * 8 <= KNOWN_BYTES[True]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -203,8 +202,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _check_memory(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> None:
     """Raises UserError before the machine swaps or the process is killed."""
-    told = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
-    sizes = [math.prod(a) for a in told if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
+    arguments = [a for a, of in zip(args, func._schema.arguments, strict=False) if of.name != "stride"]
+    sizes = [math.prod(a) for a in arguments if isinstance(a, (list, tuple)) and a and all(type(v) is int for v in a)]
     largest = max([t.numel() for t in given] + sizes, default=0) * 4
     if largest < _CHECKED_FROM or func.is_view:
         return
@@ -244,7 +243,7 @@ def _fake_construction(mode: TraceMode) -> Iterator[None]:
 
     def drawn(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Draw only with known values: without them, rejected samples cannot be found and drawn again."""
-        return draw(tensor, *args, **kwargs) if mode.knows(tensor) else tensor
+        return draw(tensor, *args, **kwargs) if mode.has_values(tensor) else tensor
 
     nn.Module._apply = _applied(mode, cast)  # type: ignore[method-assign]
     nn.init._no_grad_trunc_normal_ = drawn
@@ -260,35 +259,38 @@ def _applied(mode: TraceMode, original: Callable[..., nn.Module]) -> Callable[..
 
     Shared parameters stay shared.
     """
+    new_parameters: dict[int, tuple[Tensor, Tensor]] = {}  # (old, new) by id, until the outermost call returns
+    depth = 0
 
     def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        mine = module._parameters.values()
-        if mode.real or any(isinstance(p, nn.parameter.UninitializedParameter) for p in mine):
+        nonlocal depth
+        lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values())
+        if mode.real or lazy:
             return original(module, fn, recurse)
-        outermost = not mode.converted
-        mode.converted.setdefault(0, (torch.empty(0), torch.empty(0)))  # marks that an `apply` is running
+        depth += 1
         try:
             if recurse:
                 for child in module.children():
                     child._apply(fn)
             for key, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[key] = converted(parameter, fn)  # type: ignore[assignment]
+                    module._parameters[key] = convert(parameter, fn)  # type: ignore[assignment]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = fn(buffer)
         finally:
-            if outermost:
-                mode.converted.clear()
+            depth -= 1
+            if not depth:
+                new_parameters.clear()
         return module
 
-    def converted(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        if id(parameter) not in mode.converted:
+    def convert(parameter: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        if id(parameter) not in new_parameters:
             with torch.no_grad():
                 value = fn(parameter)
             new = value if value is parameter else nn.Parameter(value, parameter.requires_grad)
-            mode.converted[id(parameter)] = parameter, new
-            mode.converted[id(new)] = new, new
-        return mode.converted[id(parameter)][1]
+            new_parameters[id(parameter)] = parameter, new
+            new_parameters[id(new)] = new, new
+        return new_parameters[id(parameter)][1]
 
     return apply

@@ -85,19 +85,19 @@ class Update:
     def operations(self, cuda: bool) -> list[Operation]:
         """Return the kernels of one update."""
         if self.like == "muon":
-            made = [op for shape, count in self.shapes for op in muon_update(shape, count)]
+            operations = [op for shape, count in self.shapes for op in muon_update(shape, count)]
         elif self.like is not None and (self.fused or self.like in ("rmsprop", "adafactor", "adam8bit")):
-            made = [
+            operations = [
                 *elementwise_update(self.like, self.elements, cuda),
                 streamed("", "update_tensors", self.tensors, 0),
             ]
         else:
             sizes = [(self.elements, 1)] if cuda else [(math.prod(shape), count) for shape, count in self.shapes]
-            made = [
+            operations = [
                 streamed("", "add_in_place", size, 3, repeat=count * self._calls()) for size, count in sizes if size
             ]
         held = self.temporary_bytes()
-        return [replace(op, name=self.name, temporary_bytes=held, frees_temporary_bytes=held) for op in made]
+        return [replace(op, name=self.name, temporary_bytes=held, frees_temporary_bytes=held) for op in operations]
 
     def _calls(self) -> int:
         if self.like is None:  # reads weight, gradient and all states, writes weight and states

@@ -46,18 +46,16 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
-from ironlaw.train.optimizer import build_optimizer, set_learning_rate
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from ironlaw.train.parallel import apply as layouts
 from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted, observed
-from ironlaw.train.parallel.job import check_alike, rank_facts, train_on_ranks
-from ironlaw.train.parallel.materialize import read_first_weights, shapes
-from ironlaw.train.parallel.names import named_tensors
+from ironlaw.train.parallel.job import RankJob, check_equal, rank_facts
+from ironlaw.train.parallel.materialize import build_on_meta, named_tensors, read_first_weights
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.precision import LossScale, autocast
-from ironlaw.train.schedule import learning_rate
 from ironlaw.train.state import RandomState
 from ironlaw.train.step import Step
 from ironlaw.workload.collectives import aliases_of, collectives, table_of
@@ -142,7 +140,7 @@ class Run:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         layout = world.check(config, dist.get_world_size())
-        self.ranks = world.start(layout, sites=world.sites_of(config, layout))
+        self.ranks = world.create_mesh(layout, sites=world.sites_of(config, layout))
         torch.manual_seed(config.train.seed)
         policies = layer_policies(config.recompute, config.model)
         decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
@@ -368,9 +366,9 @@ def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         write_model(folder, config.model, weights)
     dist.barrier()
-    ranks = world.start(world.check(config, dist.get_world_size()))
+    ranks = world.create_mesh(world.check(config, dist.get_world_size()))
     with recording() as recorded:
-        rank_model = layouts.apply(shapes(config.model), config, ranks, initialize=False)
+        rank_model = layouts.apply(build_on_meta(config.model), config, ranks, initialize=False)
         read_first_weights(str(folder), rank_model.transformers.values(), rank_model.model, ShardedFiles())
     sizes = [p.numel() * 4 for p in weights.values()]
     different = 0.0
@@ -525,7 +523,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     number), "signal", "sleep" with "seconds" per step, or "hang" until the watcher ends the run.
     """
     config = load_config(Path(case["config"]), [f"{key}={value}" for key, value in case["set"].items()])
-    ranks = world.start(world.check(config, dist.get_world_size()))
+    ranks = world.create_mesh(world.check(config, dist.get_world_size()))
     fault, batches, out = case.get("fault"), case.get("batches"), Path(case.get("out", folder / "run"))
     struck = fault is not None and dist.get_rank() == case["rank"]
     seen: dict[str, Any] = {"losses": {}, "left": []}
@@ -573,7 +571,7 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     profile = replace(load_profile(), fp32_products="onednn" if onednn_available() else "default")
     try:
         resume = case.get("resume", False)
-        outcome = train_on_ranks(config, ranks, store, out, profile, leave, resume=resume, say=said.append)
+        outcome = RankJob(config, ranks, store).train(out, profile, leave, resume=resume, say=said.append)
         seen |= {"step": outcome.step, "interrupted": outcome.interrupted}
     except (UserError, SystemExit) as error:
         seen["stopped"] = str(error)
@@ -584,12 +582,12 @@ def task_run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def task_preflight(case: dict[str, Any], folder: Path) -> str:
     """`case["differs"]` on rank 1: how each rank ends."""
     config = config_of(case)
-    ranks, mine = world.start(world.check(config, dist.get_world_size())), rank_facts(config)
+    ranks, mine = world.create_mesh(world.check(config, dist.get_world_size())), rank_facts(config)
     if dist.get_rank() == 1:
         name, value = case["differs"]
         mine[name] = mine[name] + value if name == "clock_seconds" else value
     try:
-        check_alike(ranks, mine)
+        check_equal(ranks, mine)
     except (UserError, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return "trains"

@@ -127,7 +127,7 @@ def test_compiled_blocks_train_alike(size: int, cases: list[Any] | None, on_rank
 def test_what_is_not_compiled_is_said(layout: Any, tables: Any, policies: Any, reason: str) -> None:
     config = build_config({"model": GPT, "layout": layout} | tables)
     ranks: Any = SimpleNamespace(config=LayoutConfig(**layout))
-    found = compilation.obstacle(config, ranks, policies)
+    found = compilation.reason_not_to_compile(config, ranks, policies)
     assert found is not None and reason in found
 
 

@@ -23,8 +23,8 @@ import ironlaw
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.plan.recipe import micro_batch_of
+from ironlaw.train.parallel.job import ROUND, Rendezvous, meet
 from ironlaw.train.parallel.ranks import check, usable
-from ironlaw.train.parallel.rendezvous import ROUND, Rendezvous, meet
 
 SOURCE = Path(ironlaw.__file__).parents[1]
 MODEL = {"name": "m", "layers": 4, "hidden": 32, "heads": 4, "vocab": 300, "context": 16}

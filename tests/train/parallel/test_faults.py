@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from ironlaw.train.parallel.flight_recorder import RecordedCollective
-from ironlaw.train.parallel.straggler import StragglerDetector, slow_ranks
-from ironlaw.train.parallel.watcher import NOTE_JSON, Note, absent, report
+from ironlaw.train.parallel.observer import StragglerDetector, slow_ranks
+from ironlaw.train.parallel.watcher import NOTE_JSON, Note, RecordedCollective, find_culprits, format_report
 
 ALL = (0, 1, 2, 3)
 
@@ -35,12 +34,12 @@ def test_the_rank_that_never_comes_is_named_with_where_it_is() -> None:
     waiting = operation(213, "reduce_scatter", done=False)
     notes = [note(rank, operation(212, "all_gather"), waiting) for rank in (0, 1, 2)]
     notes.append(note(3, operation(212, "all_gather")))
-    line = report([NOTE_JSON.validate_json(NOTE_JSON.dump_json(each)) for each in notes], 2001.0)
+    line = format_report([NOTE_JSON.validate_json(NOTE_JSON.dump_json(each)) for each in notes], 2001.0)
     assert line == (
         "nothing has moved for 300 s: rank 3 on node1 is at step 17 in data/loader.py:88 (batch), its last operation "
         "all_gather #212 over shard; ranks 0-2 wait in reduce_scatter #213 over shard, step 17"
     )
-    assert "not heard of" not in report(notes, 2061.0)  # all are as old: it is the store that is slow
+    assert "not heard of" not in format_report(notes, 2061.0)  # all are as old: it is the store that is slow
 
 
 @pytest.mark.parametrize("last", [{"message": True}, {"waits": operation(4, done=False)}, {}])
@@ -48,8 +47,8 @@ def test_a_rank_that_stopped_is_named_whatever_it_was_doing(last: dict[str, Any]
     waiting = last.get("waits")
     others = [note(rank, operation(3), waiting, message=waiting is None, written_seconds=2060.0) for rank in (0, 2, 3)]
     stopped = note(1, operation(3), **last)
-    line = report([*others, stopped], 2061.0)
-    assert [each.rank for each in absent([*others, stopped])] == [1]
+    line = format_report([*others, stopped], 2061.0)
+    assert [each.rank for each in find_culprits([*others, stopped])] == [1]
     assert "rank 1 on node0 is at step 17" in line and "not heard of for 61 s; ranks 0, 2-3 wait in" in line
 
 
@@ -61,24 +60,25 @@ def test_a_rank_that_only_waits_for_the_one_that_is_missing_is_not_to_blame() ->
         note(1, operation(8, members=second), operation(9, members=second, done=False)),
         note(3, operation(8, members=second)),
     ]
-    assert [each.rank for each in absent(notes)] == [3]
+    assert [each.rank for each in find_culprits(notes)] == [3]
 
 
 def test_ranks_in_different_collectives_and_ranks_all_in_the_same() -> None:
     gather, scatter = operation(7, "all_gather", done=False), operation(5, "all_reduce", (2, 3), done=False)
     notes = [note(rank, operation(6), gather) for rank in (0, 1, 2)] + [note(3, operation(6), scatter)]
-    line = report(notes, 2000.0)  # 2 and 3 wait for each other
+    line = format_report(notes, 2000.0)  # 2 and 3 wait for each other
     assert "rank 2 on node1 is at step 17, waiting in all_gather #7 over shard; " in line
     assert "rank 3 on node1 is at step 17, waiting in all_reduce #5 over tp; ranks 0-1 wait in all_gather #7" in line
     same = [note(rank, operation(6), gather) for rank in ALL]
-    assert "ranks 0-3 wait in all_gather #7 over shard, step 17; all have called it: look at the network" in report(
-        same, 2000.0
+    assert (
+        "ranks 0-3 wait in all_gather #7 over shard, step 17; all have called it: look at the network"
+        in format_report(same, 2000.0)
     )
 
 
 def test_stages_that_wait_for_messages() -> None:
     notes = [note(rank, operation(3), message=True) for rank in (0, 1)] + [note(2, operation(3))]
-    assert [each.rank for each in absent(notes)] == [2]
+    assert [each.rank for each in find_culprits(notes)] == [2]
 
 
 # -- who is slow -------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_waiting_inside_a_phase_is_not_that_phase(monkeypatch: pytest.MonkeyPatc
 
 def test_collectives_overlap_again_after_a_recording_that_a_spike_has_ended() -> None:
     observer: Any = RankObserver.__new__(RankObserver)
-    observer.traffic = SimpleNamespace(synchronous=False, start_over=lambda: None)
+    observer.traffic = SimpleNamespace(synchronous=False, reset=lambda: None)
     with pytest.raises(KeyError), observer.recording():
         assert observer.traffic.synchronous
         raise KeyError("back to an earlier step")

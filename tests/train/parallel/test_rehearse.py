@@ -6,7 +6,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.train.parallel.rehearse import rehearse, tiny
+from ironlaw.train.parallel.rehearse import rehearse, tiny_config
 from ironlaw.workload.layout import parse_layout
 
 long = pytest.mark.long
@@ -41,8 +41,8 @@ def test_every_stage_calls_what_is_planned(model: str, layout: str, capacity: fl
 
 
 def test_tiny_shapes_keep_what_a_layout_divides() -> None:
-    config = tiny(ModelConfig.named("llama3-70b"), parse_layout("dp=2 tp=8 pp=4 cp=2 sp=1"))
+    config = tiny_config(ModelConfig.named("llama3-70b"), parse_layout("dp=2 tp=8 pp=4 cp=2 sp=1"))
     assert (config.model.layers, config.model.kv_heads, config.model.heads) == (80, 8, 16)
     assert config.sequence % (2 * 2 * 8) == 0 and config.model.parameters < 3e6
     with pytest.raises(UserError, match="does not copy 8 key/value heads"):
-        tiny(ModelConfig.named("llama3-70b"), parse_layout("tp=16"))
+        tiny_config(ModelConfig.named("llama3-70b"), parse_layout("tp=16"))

@@ -27,7 +27,7 @@ def is_model(name: str) -> bool:
     return name in model_names() or name in released_names()
 
 
-def taken_model(name: str) -> tuple[str, str] | None:
+def alias_of_model(name: str) -> tuple[str, str] | None:
     """Return the catalogue's name for an alias of a model and how the two differ; None if `name` is no alias."""
     line = _released()["taken"].get(name)
     return (line["name"], line.get("why", "")) if line else None
@@ -37,7 +37,7 @@ def model_entry(name: str) -> dict[str, Any]:
     """Return a model's file: `[model]` with the fields of ModelConfig, `parameters`, `source`."""
     if name in model_names():
         return read_toml("models", f"{name}.toml")
-    if other := taken_model(name):
+    if other := alias_of_model(name):
         return model_entry(other[0])
     if name not in _released()["models"]:
         raise UserError(f"unknown model {name!r}: {did_you_mean(name, [*model_names(), *released_names()])}")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from ironlaw.catalog.formats import number_format
-from ironlaw.machine.efficiency.hardware import Array, AttentionConstants, Hardware, Number, broadcast, unwrap
+from ironlaw.machine.efficiency.hardware import Hardware, Number, broadcast, unwrap
 from ironlaw.machine.efficiency.matmul import OVERLAP_EXPONENT
 
 QUERY_TILE = 128
@@ -79,8 +79,6 @@ def attention_seconds(
     `value_size`: size of a head's value, by default `head_size`. Only equal sizes were measured; terms that depend on
     the head size use the mean of both.
     """
-    if direction not in ("forward", "backward"):
-        raise ValueError(f"direction is forward or backward, not {direction}")
     constants = hardware.efficiency.attention
     b, s, h, kv, d = broadcast(batch, sequence, heads, kv_heads, head_size)
     keys = np.asarray(mean_keys(s, causal, window))
@@ -101,18 +99,10 @@ def attention_seconds(
     powered = flops * constants.joules_per_flop / hardware.power_watts
     share = 1.0 if sustained else compute / (compute + THROTTLE_SECONDS)
     compute = compute + np.maximum(0.0, powered - compute) * share
-    memory = _memory_seconds(b, s, h, kv, d, dtype, hardware, constants, direction)
+    # q, k, v and o move once between memory and the compute units.
+    traffic = 2.0 * b * s * (h + kv) * d * number_format(dtype).bytes_per_element()
+    traffic = traffic * (BACKWARD_TRAFFIC_RATIO if direction == "backward" else 1.0)
+    memory = traffic / (hardware.memory_bytes_per_second * constants.memory_fraction)
     seconds = (compute**OVERLAP_EXPONENT + memory**OVERLAP_EXPONENT) ** (1 / OVERLAP_EXPONENT)
     extra = constants.extra_traffic * memory
     return unwrap(np.asarray(seconds + extra + constants.launch_seconds))
-
-
-def _memory_seconds(
-    b: Array, s: Array, h: Array, kv: Array, d: Array, dtype: str, hardware: Hardware, constants: AttentionConstants,
-    direction: str,
-) -> Array:  # fmt: skip
-    """Return the seconds to move q, k, v and o once between memory and the compute units."""
-    traffic = 2.0 * b * s * (h + kv) * d * number_format(dtype).bytes_per_element()
-    if direction == "backward":
-        traffic = traffic * BACKWARD_TRAFFIC_RATIO
-    return traffic / (hardware.memory_bytes_per_second * constants.memory_fraction)

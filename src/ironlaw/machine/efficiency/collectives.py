@@ -28,15 +28,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError
 from ironlaw.machine.efficiency.hardware import Array, Fabric, NetworkConstants, Number, broadcast, unwrap
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 
 
 def traffic_bytes(kind: str, size: Number, ranks: Number) -> Number:
     """Return the bytes that each rank sends in a bandwidth-optimal (ring or direct) algorithm."""
-    known(kind)
     s, n = broadcast(size, ranks)
     share = 2.0 if kind == "all_reduce" else 1.0
     return unwrap(np.where(n > 1, s, 0.0) if kind == "send_recv" else share * s * (n - 1.0) / n)
@@ -51,7 +48,6 @@ def collective_seconds(
     nodes of 8, 1 for one of 8 groups with one rank per node each, which then has its own share of the network.
     By default as many as fit.
     """
-    known(kind)
     inside = np.minimum(ranks, fabric.island_ranks) if ranks_per_island is None else ranks_per_island
     s, n, g = broadcast(size, ranks, np.asarray(inside, dtype=np.float64))
     g = np.minimum(g, n)
@@ -63,12 +59,6 @@ def collective_seconds(
         raise UserError(f"{int(np.max(n))} ranks do not fit an island of {fabric.island_ranks}: give the network")
     many = _network_seconds(kind, s, n, g, fabric, fabric.network)
     return unwrap(np.where((n > 1) & (s > 0), np.where(crosses, many, one), 0.0))
-
-
-def known(kind: str) -> None:
-    """Raise UserError unless `kind` is a collective of this module."""
-    if kind not in KINDS:
-        raise UserError(f"unknown collective {kind}; {did_you_mean(kind, KINDS)}")
 
 
 def _link(fabric: Fabric, n: Array) -> Array:
@@ -83,10 +73,11 @@ def _link(fabric: Fabric, n: Array) -> Array:
 
 def _hops(kind: str, n: Array) -> Array:
     """Return the hops of a ring or, for all_to_all and send_recv, of point-to-point messages."""
-    tree = np.ceil(np.log2(np.maximum(n, 1.0)))
+    ring, tree = n - 1.0, np.ceil(np.log2(np.maximum(n, 1.0)))
     return {
-        "all_reduce": 2.0 * (n - 1.0), "all_to_all": 1.0 + tree, "send_recv": np.full(n.shape, 2.0),
-    }.get(kind, n - 1.0)  # fmt: skip
+        "all_reduce": 2.0 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": 1.0 + tree,
+        "send_recv": np.full(n.shape, 2.0),
+    }[kind]  # fmt: skip
 
 
 def _island_bandwidth_seconds(kind: str, s: Array, n: Array, fabric: Fabric, in_switch: bool) -> Array:
@@ -117,8 +108,11 @@ def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, ne
     share = fabric.network_bytes_per_second * network.attained_fraction / fabric.oversubscription
     launch = fabric.island.launch_seconds + network.launch_seconds
     fixed = launch + network.fill_seconds * np.log1p(s / network.fill_bytes)
-    if kind in ("all_to_all", "send_recv"):
-        return fixed + _direct_seconds(kind, s, n, g, fabric, network, share)
+    if kind == "send_recv":
+        return fixed + (network.step_seconds + s / share)
+    if kind == "all_to_all":  # every rank has its own network share
+        inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
+        return fixed + (np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside))
     candidates = []
     for name in ("ring", "tree") if kind == "all_reduce" else ("ring",):
         switches = name == "tree" and fabric.island.switch_fraction > 0
@@ -129,16 +123,6 @@ def _network_seconds(kind: str, s: Array, n: Array, g: Array, fabric: Fabric, ne
             latency = crossings * network.step_seconds + hops * fabric.island.step_seconds
             candidates.append(latency + slowest)
     return fixed + np.minimum.reduce(candidates)
-
-
-def _direct_seconds(
-    kind: str, s: Array, n: Array, g: Array, fabric: Fabric, network: NetworkConstants, share: float
-) -> Array:
-    """Return the seconds of point-to-point messages across islands, where every rank has its own network share."""
-    if kind == "send_recv":
-        return network.step_seconds + s / share
-    inside = _island_bandwidth_seconds(kind, s * g / n, np.maximum(g, 2.0), fabric, False)
-    return np.log2(n) * network.step_seconds + np.maximum(s * (n - g) / n / share, inside)
 
 
 def _crossing(kind: str, name: str, s: Array, n: Array, g: Array) -> tuple[Array, Array, Array]:

@@ -131,7 +131,7 @@ class Efficiency:
         return found if share >= 1 else replace(found, joules_per_flop=share * found.joules_per_flop)
 
     def kernels(self, dtype: str, library: str | None = None) -> str:
-        """Whose products stand for those of one format: FORMAT/LIBRARY, or FORMAT where there is one for all."""
+        """Return the key of a format's products in `matmul`: FORMAT/LIBRARY, or FORMAT if one library was measured."""
         name = self._measured(dtype)
         library = library or self.default_library.get(name)
         for key in (f"{name}/{library}", name):

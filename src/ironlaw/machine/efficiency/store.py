@@ -6,10 +6,11 @@ are marked as assumed, with a wide interval, and listed by `Efficiency.assumptio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.files import read_toml
@@ -24,6 +25,7 @@ from ironlaw.machine.efficiency.hardware import (
     StreamingConstants,
 )
 
+Constants = TypeVar("Constants")
 FOLDER = Path(__file__).parent / "constants"
 NETWORKS, ASSUMED = "networks", "assumed"
 INHERITED_LOG_ERROR = 0.4
@@ -67,8 +69,7 @@ def assumed_efficiency(generation: str) -> Efficiency:
 
 
 def assumed_network() -> NetworkConstants:
-    constants: NetworkConstants = _group(NetworkConstants, _document(ASSUMED)["network"])
-    return constants
+    return _group(NetworkConstants, _document(ASSUMED)["network"])
 
 
 @lru_cache(maxsize=8)
@@ -77,8 +78,7 @@ def load_network(name: str) -> NetworkConstants:
     networks = read_toml(FOLDER / f"{NETWORKS}.toml")
     if name not in networks:
         raise UserError(f"unknown network {name}; {did_you_mean(name, networks)}")
-    constants: NetworkConstants = _group(NetworkConstants, networks[name])
-    return constants
+    return _group(NetworkConstants, networks[name])
 
 
 def reference_hardware(generation: str, name: str) -> Hardware:
@@ -106,7 +106,7 @@ def _document(generation: str) -> dict[str, Any]:
     return read_toml(path)
 
 
-def _group(kind: type, values: dict[str, Any]) -> Any:
+def _group(kind: Callable[..., Constants], values: dict[str, Any]) -> Constants:
     fields = dict(values)
     evidence = fields.pop("evidence", None)
     return kind(**fields, evidence=Evidence(**evidence) if evidence else None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ironlaw.errors import UserError
@@ -37,24 +38,10 @@ def _bias(key: str, default: bool, *fields: str) -> tuple[Key, ...]:
     return tuple(Key(f"{name}_bias", key, default, read_as=bool) for name in fields)
 
 
-def _kv_heads(default: int | None) -> Key:
-    return Key("kv_heads", "num_key_value_heads", default)
-
-
-def _head(default: int | None = None) -> Key:
-    return Key("head_size", "head_dim", default)
-
-
-def _eps(key: str, default: float) -> Key:
-    return Key("norm_eps", key, default)
-
-
-def _tied(default: bool) -> Key:
-    return Key("tied", "tie_word_embeddings", default, read_as=bool)
-
-
-def _inverse(value: float) -> float:
-    return 1 / value
+_kv_heads = partial(Key, "kv_heads", "num_key_value_heads")
+_head = partial(Key, "head_size", "head_dim")
+_eps = partial(Key, "norm_eps")
+_tied = partial(Key, "tied", "tie_word_embeddings", read_as=bool)
 
 
 def _whole(value: float) -> float:
@@ -68,7 +55,7 @@ LLAMA = Family(
     "llama", "LlamaForCausalLM",
     _parts(
         Key("layers", "num_hidden_layers"), Key("hidden", "hidden_size"), Key("heads", "num_attention_heads"),
-        _kv_heads(None), _head(), Key("ffn", "intermediate_size"), Key("vocab", "vocab_size"),
+        _kv_heads(None), _head(None), Key("ffn", "intermediate_size"), Key("vocab", "vocab_size"),
         Key("context", "max_position_embeddings"), _tied(False), _eps("rms_norm_eps", 1e-6), Activation(), Rope(),
         *_bias("attention_bias", False, "qkv", "out"), *_bias("mlp_bias", False, "ffn"),
     ),
@@ -99,16 +86,9 @@ def _experts(count: str, width: str, also: tuple[str, ...] = ()) -> tuple[Family
     )  # fmt: skip
 
 
-def _normalize(default: bool) -> Key:
-    return Key("moe.normalize", "norm_topk_prob", default, read_as=bool)
-
-
-def _shared_experts(default: int | None, key: str = "n_shared_experts") -> Key:
-    return Key("moe.shared_experts", key, default)
-
-
-def _balance(default: float, key: str = "router_aux_loss_coef") -> Key:
-    return Key("moe.balance_loss", key, default)
+_normalize = partial(Key, "moe.normalize", "norm_topk_prob", read_as=bool)
+_shared_experts = partial(Key, "moe.shared_experts", "n_shared_experts")
+_balance = partial(Key, "moe.balance_loss", "router_aux_loss_coef")
 
 
 def _first_layers(dense: Sequence[int]) -> int:
@@ -142,7 +122,7 @@ QWEN2_MOE = QWEN2.derive(
     names=Names(experts=ExpertNames(shared="mlp.shared_expert")),
 )  # fmt: skip
 QWEN3_MOE = QWEN3.derive(
-    "qwen3_moe", "Qwen3MoeForCausalLM", _kv_heads(4), _head(), *_QWEN_EXPERTS,
+    "qwen3_moe", "Qwen3MoeForCausalLM", _kv_heads(4), _head(None), *_QWEN_EXPERTS,
     Windows(4096, switch="use_sliding_window"),
 )  # fmt: skip
 OLMOE = LLAMA.derive(
@@ -155,7 +135,7 @@ _DEEPSEEK_EXPERTS = (
     Key("moe.dense_layers", "first_k_dense_replace", 0),
 )  # fmt: skip
 DEEPSEEK = PLAIN.derive(  # DeepSeekMoE 16B, which has its own code
-    "deepseek", None, *_DEEPSEEK_EXPERTS, _normalize(False), _balance(0.001, "aux_loss_alpha"),
+    "deepseek", None, *_DEEPSEEK_EXPERTS, _normalize(False), Key("moe.balance_loss", "aux_loss_alpha", 0.001),
     only={"attention_bias": False, "scoring_func": "softmax", "moe_layer_freq": 1},
 )  # fmt: skip
 _LATENT = DEEPSEEK.derive(
@@ -236,7 +216,7 @@ OLMO3 = OLMO2.derive(  # layers with a window do not scale positions
 GRANITE = LLAMA.derive(
     "granite", "GraniteForCausalLM", Key("embedding_scale", "embedding_multiplier", 1.0),
     Key("attention_scale", "attention_multiplier", 1.0), Key("residual_scale", "residual_multiplier", 1.0),
-    Key("logit_scale", "logits_scaling", 1.0, read_as=_inverse, write_as=_inverse),
+    Key("logit_scale", "logits_scaling", 1.0, read_as=lambda s: 1 / s, write_as=lambda s: 1 / s),
 )  # fmt: skip
 GRANITE_MOE = GRANITE.derive(
     "granitemoe", "GraniteMoeForCausalLM", *_experts("num_local_experts", "intermediate_size"), _balance(0.001),
@@ -286,7 +266,7 @@ ERNIE = LLAMA.derive(
 ERNIE_MOE = ERNIE.derive(
     "ernie4_5_moe", "Ernie4_5_MoeForCausalLM", _kv_heads(4), Key("moe.experts", "moe_num_experts"),
     Key("moe.experts_per_token", "moe_k"), Key("moe.expert_ffn", "moe_intermediate_size"),
-    _shared_experts(2, "moe_num_shared_experts"), LayersBetween(), without=(*BIASES, "head_size"),
+    Key("moe.shared_experts", "moe_num_shared_experts", 2), LayersBetween(), without=(*BIASES, "head_size"),
     only={"use_bias": False, "moe_norm_min": 1e-12}, has={"bias": False, "moe.balance": "bias", "moe.normalize": True},
     names=Names(neighbours=True, experts=ExpertNames(
         choice_bias="mlp.moe_statics.e_score_correction_bias", choice_extra_dimension=True,
@@ -415,7 +395,7 @@ DBRX = _GPT_LIKE.derive(
     Key("context", "max_seq_len"), Key("kv_heads", "attn_config.kv_n_heads", 1),
     Key("qkv_clip", "attn_config.clip_qkv", None), Rope(theta_key="attn_config.rope_theta"),
     Key("moe.experts", "ffn_config.moe_num_experts"), Key("moe.experts_per_token", "ffn_config.moe_top_k"),
-    Key("moe.expert_ffn", "ffn_config.ffn_hidden_size"), _balance(0.01, "ffn_config.moe_loss_weight"),
+    Key("moe.expert_ffn", "ffn_config.ffn_hidden_size"), Key("moe.balance_loss", "ffn_config.moe_loss_weight", 0.01),
     Always({"ffn_config.moe_jitter_eps": None}),  # noise on the router's input, in training only
     has={"gated_ffn": True, "bias": False, "norm_bias": False, "norm_eps": 1e-5, "activation": "silu",
          "moe.normalize": True},

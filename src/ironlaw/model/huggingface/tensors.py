@@ -13,8 +13,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.dimensions import LatentConfig
 from ironlaw.model.huggingface.spec import Names
-from ironlaw.model.latent_config import LatentConfig
 from ironlaw.model.parameters import model_parameters
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ironlaw.errors import UserError
-from ironlaw.files import known_json, read_json, write_json
+from ironlaw.files import read_json, read_json_or_empty, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
 from ironlaw.model.huggingface.tensors import entries, to_theirs
@@ -97,7 +97,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raise UserError if the files in `folder` are not weights of `config`. Only their headers are read."""
     from ironlaw.model.transformer import Transformer
 
-    held = known_json(folder / "config.json").get("quantization_config")
+    held = read_json_or_empty(folder / "config.json").get("quantization_config")
     if held:
         method = held.get("quant_method") if isinstance(held, dict) else held
         raise UserError(f"the weights in {folder} are stored in few bits ({method}): convert them to bf16 first")

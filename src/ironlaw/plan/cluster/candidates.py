@@ -20,8 +20,7 @@ import numpy.typing as npt
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import LatentConfig, MoEConfig
 from ironlaw.model.parameters import elements_of, of_latent_attention
 from ironlaw.plan.cluster.layout_table import (
     COLUMNS,
@@ -80,7 +79,7 @@ class Candidates:
         return int(self.dp.size)
 
     def has(self, field: str, *words: str) -> npt.NDArray[np.bool_]:
-        """Return a mask of the candidates whose layout has one of these words in `field`."""
+        """Returns a mask of the candidates whose layout has one of these words in `field`."""
         column = getattr(self, field)
         return np.logical_or.reduce([column == code(field, word) for word in words])
 
@@ -91,12 +90,12 @@ class Candidates:
         return Candidates(**(columns | taken | {"kinds": kinds, "model": _taken(self.model, index)}))
 
     def _columns(self) -> list[Array]:
-        """Return the columns that affect a block and micro-batch."""
+        """Returns the columns that affect a block and micro-batch."""
         own = [getattr(self, f.name) for f in fields(self) if f.name not in OF_THE_LAYOUT]
         return [column for column in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(column)]
 
     def shape(self, engine: TrainingEngine) -> Shape:
-        """Return the shape of one micro-batch on one rank: its part of heads, widths, vocabulary and experts."""
+        """Returns the shape of one micro-batch on one rank: its part of heads, widths, vocabulary and experts."""
         if not engine.fused:
             return self._ours(engine)
         model, tp = self.model, self.tp
@@ -119,7 +118,7 @@ class Candidates:
         )  # fmt: skip
 
     def _ours(self, engine: TrainingEngine) -> Shape:
-        """Return the shape as our trainer divides it, by the rewrite that exact plans use, here on arrays."""
+        """Returns the shape as our trainer divides it, by the rewrite that exact plans use, here on arrays."""
         sp = bool((self.sp > 0).any())
         names = ("dp", "zero", "tp", "pp", "cp", "ep", "micro_batch")
         sizes: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -128,7 +127,7 @@ class Candidates:
         return local_shape(whole, Layout(**sizes, sp=sp))
 
     def _division(self, engine: TrainingEngine) -> Array:
-        """Return equal numbers for candidates that share a description: all, or for our trainer those divided alike."""
+        """Returns equal numbers for candidates that share a description: all, or those our trainer divides alike."""
         if engine.fused:
             return np.zeros(len(self))
         flags = [size > 1 for size in (self.tp, self.cp, self.ep)] + [self.sp > 0, self.model.tied & (self.pp > 1)]
@@ -138,7 +137,7 @@ class Candidates:
     def of_blocks(
         self, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
-        """Evaluate `function` once per distinct block and return its values for every candidate."""
+        """Evaluates `function` once per distinct block and returns its values for every candidate."""
         division = self._division(engine)
         first, sort = distinct_rows([*self._columns(), division], len(self))
         few, division = self.take(first), division[first]
@@ -185,7 +184,7 @@ class Candidates:
         return np.where(self.has("recompute", "full"), 1 / self.every, decided)
 
     def policies(self, kind: str) -> dict[Policy, float]:
-        """Return the policies of our trainer's selective recomputation for a kind of block, with their shares."""
+        """Returns the policies of our trainer's selective recomputation for a kind of block, with their shares."""
         if not self.decided:
             return {keepable(self.model, kind): 1.0}
         found = Counter(
@@ -279,7 +278,7 @@ class Candidates:
         return np.broadcast_to(model.layers * self.block_parameters + ends, (len(self),))
 
     def forward_flops(self) -> tuple[Size, Size, Size]:
-        """Return the matrix FLOPs of one sequence: linear layers, attention without masked scores, output layer."""
+        """Returns the matrix FLOPs of one sequence: linear layers, attention without masked scores, output layer."""
         rows = self.model.moe.experts_per_token if self.model.moe else None
         shape = Shape(
             self.model, 1, self.sequence, conventions=TrainingEngine(""), fused_rmsnorm=True, rows_per_token=rows
@@ -292,11 +291,11 @@ class Candidates:
         return sums[False], sums[True], 2 * self.sequence * self.model.hidden * self.model.vocab
 
     def model_flops(self) -> Array:
-        """Return the matrix FLOPs of one step, forward and backward, without the masked scores of attention."""
+        """Returns the matrix FLOPs of one step, forward and backward, without the masked scores of attention."""
         return np.asarray(3 * sum(self.forward_flops()) * self.global_batch)
 
     def hardware_flops(self, selective: tuple[float, float] = (0.0, 1.0)) -> Array:
-        """Return `model_flops` plus recomputation and, for standard attention, the masked scores that it computes.
+        """Returns `model_flops` plus recomputation and, for standard attention, the masked scores that it computes.
 
         With full recomputation this is equation 3 of arXiv 2104.04473. `selective`: shares of the blocks' matmuls and
         of attention that selective recomputation repeats; Megatron's repeats attention.
@@ -321,7 +320,7 @@ def candidates_of(
     model: ModelConfig, layouts: Iterable[Layout] | Table, *, sequence: int, global_batch: int, flash: bool = True,
     narrow: int | None = None,
 ) -> Candidates:  # fmt: skip
-    """Return one model under several layouts. `narrow`: number of its first layers with low-precision matmuls."""
+    """Returns one model under several layouts. `narrow`: number of its first layers with low-precision matmuls."""
     table = layouts if isinstance(layouts, np.ndarray) else layout_table(layouts)
     kinds = {group: layers / model.layers for group, layers in Counter(layer_groups(model, narrow)).items()}
     columns, batch = columns_of(table), {"sequence": sequence, "global_batch": global_batch, "imbalance": 0.0}
@@ -334,13 +333,13 @@ def columns_of(table: Table) -> dict[str, Any]:
 
 
 def _arrays(model: ModelConfig) -> list[Array]:
-    """Return the sizes of a model that differ between candidates."""
+    """Returns the sizes of a model that differ between candidates."""
     tables = [table for table in (model, model.moe, model.latent) if table is not None]
     return [value for table in tables for value in table.__dict__.values() if is_array(value)]
 
 
 def _taken(model: ModelConfig, index: Any) -> ModelConfig:
-    """Return the model with the sizes of the candidates at `index`."""
+    """Returns the model with the sizes of the candidates at `index`."""
     if not _arrays(model):
         return model
 
@@ -357,7 +356,7 @@ def _taken(model: ModelConfig, index: Any) -> ModelConfig:
 
 @lru_cache(maxsize=16)
 def extra_launches(model: ModelConfig) -> tuple[float, float]:
-    """Return the kernels that experts and latent attention each add, as fractions of those of a block with neither."""
+    """Returns the kernels that experts and latent attention each add, as fractions of those of a block with neither."""
     if model.moe is None and model.latent is None:
         return 0.0, 0.0
     shape = Shape(model, micro_batch=1, sequence=min(64, model.context), fused_rmsnorm=True)
@@ -396,7 +395,7 @@ class TrainingJob:
 
 
 def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
-    """Return candidates of several models with one `structure`, each with its own layout."""
+    """Returns candidates of several models with one `structure`, each with its own layout."""
     first = structure(jobs[0])
     assert len({structure(job) for job in jobs}) == 1
     columns: dict[str, Any] = columns_of(layout_table(job.layout for job in jobs))
@@ -417,14 +416,14 @@ def candidates_of_jobs(jobs: Sequence[TrainingJob]) -> Candidates:
 
 
 def _stacked(tables: Sequence[Any], sizes: Sequence[str]) -> Any:
-    """Return the first table with arrays of sizes, one entry per table; all tables leave the same sizes unset."""
+    """Returns the first table with arrays of sizes, one entry per table; all tables leave the same sizes unset."""
     given = [name for name in sizes if getattr(tables[0], name) is not None]
     arrays = {name: np.array([getattr(table, name) for table in tables], dtype=float) for name in given}
     return tables[0].model_copy(update=arrays)
 
 
 def structure(job: TrainingJob) -> tuple[bool, ...]:
-    """Return what the jobs of one `Candidates` have in common: flash, then the argument of `plain_model`."""
+    """Returns what the jobs of one `Candidates` have in common: flash, then the argument of `plain_model`."""
     model, moe, latent = job.model, job.model.moe, job.model.latent
     experts = moe is not None, moe is not None and moe.shared_experts > 0
     queries = latent is not None and latent.query_rank is not None
@@ -433,7 +432,7 @@ def structure(job: TrainingJob) -> tuple[bool, ...]:
 
 @lru_cache(maxsize=64)
 def plain_model(structure: tuple[bool, ...]) -> ModelConfig:
-    """Return a model with this structure and placeholder sizes."""
+    """Returns a model with this structure and placeholder sizes."""
     gated, tied, experts, shared, narrow, narrow_queries = structure
     biased = not (gated or narrow or experts)
     return ModelConfig(

@@ -38,12 +38,12 @@ FP32, INT64 = 4.0, 8.0
 
 
 def collective(kind: str, size: Array, ranks: Array, inside: Array, system: ClusterSystem) -> Array:
-    """Return the seconds of one collective of `size` bytes. `inside`: ranks of the group that share an island."""
+    """Returns the seconds of one collective of `size` bytes. `inside`: ranks of the group that share an island."""
     return np.asarray(collective_seconds(kind, size, ranks, np.clip(inside, 1.0, ranks), fabric=system.fabric))
 
 
 def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Return the costs of a layer's collectives, of accumulating its gradients and of a message between stages."""
+    """Returns the costs of a layer's collectives, of accumulating its gradients and of a message between stages."""
     island, model = float(system.fabric.island_ranks), candidates.model
     hardware, width = system.hardware, system.engine.element_bytes
     stream_bytes = candidates.tokens * model.hidden * width
@@ -70,7 +70,7 @@ def layer_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str
 
 
 def small_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Return the seconds per step of our trainer's small collectives, all exposed; other engines' constants cover them.
+    """Returns the seconds per step of our trainer's small collectives, all exposed. Constants cover those of others.
 
     Divided logits: maximum, sum of exponentials and target logit of each token, per micro-batch. All ranks: loss,
     stop request, gradient norm. Experts: their loads over replicas, and their counts over the ranks of one sequence.
@@ -101,7 +101,7 @@ def small_collectives(candidates: Candidates, system: ClusterSystem) -> dict[str
 
 
 def spared_collectives(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Return how many of a layer's two tensor parallel collectives sequence parallelism saves, as the mean over all
+    """Returns how many of a layer's two tensor parallel collectives sequence parallelism saves, as the mean over all
     layers: one where the exchange of rows replaces it, a part where narrow vectors are gathered, not the stream."""
     moe, spared = candidates.model.moe, np.zeros(len(candidates))
     if moe is not None and not moe.shared_experts:  # shared experts gather their tokens like a dense network
@@ -120,13 +120,13 @@ DESCRIPTIONS = {
 
 
 def default_kind(engine: TrainingEngine, windowed: bool) -> str:
-    """Return the engine's first kind of context parallel attention, for `windowed` one that sees a sliding window."""
+    """Returns the engine's first kind of context parallel attention, for `windowed` one that sees a sliding window."""
     usable = [kind for kind in engine.cp_kinds if kind != "ring" or not windowed]
     return usable[0] if usable else "all_gather"
 
 
 def context_kinds(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the code of every candidate's `cp_kind`, the engine's default where the layout leaves it unset."""
+    """Returns the code of every candidate's `cp_kind`, the engine's default where the layout leaves it unset."""
     plain, windowed = (code("cp_kind", default_kind(engine, w)) for w in (False, True))
     return np.where(
         candidates.cp_kind > 0, candidates.cp_kind, windowed if candidates.model.sliding_window is not None else plain
@@ -134,7 +134,7 @@ def context_kinds(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Return the seconds of one forward exchange of a layer and micro-batch; 0 without context parallelism."""
+    """Returns the seconds of one forward exchange of a layer and micro-batch; 0 without context parallelism."""
     c, found = candidates, np.zeros(len(candidates))
     if not (c.cp > 1).any():
         return found
@@ -151,13 +151,13 @@ def exchange_seconds(candidates: Candidates, system: ClusterSystem) -> Array:
 
 
 def exposed(seconds: Array, candidates: Candidates, kind: Array, attention: Array, hidden: float) -> Array:
-    """Return the seconds of a layer's exchanges that attention does not hide. `attention`: seconds of its passes."""
+    """Returns the seconds of a layer's exchanges that attention does not hide. `attention`: seconds of its passes."""
     beside = hidden * np.minimum(seconds, attention * (candidates.cp - 1) / candidates.cp)
     return np.where(kind == code("cp_kind", "ring"), seconds - beside, seconds)
 
 
 def buffer_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the bytes of keys, values and their gradients in transfer at their peak, in a layer's backward pass."""
+    """Returns the bytes of keys, values and their gradients in transfer at their peak, in a layer's backward pass."""
     c, elements = candidates, np.zeros(len(candidates))
     if (c.cp > 1).any():
         kind = context_kinds(c, engine)
@@ -167,7 +167,7 @@ def buffer_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def rows_sent_per_token(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Return how often a token crosses the slowest link on the way to its experts, and as often on the way back.
+    """Returns how often a token crosses the slowest link on the way to its experts, and as often on the way back.
 
     It is sent once per choice, or once per rank that holds some of its experts. If the exchange leaves the island, the
     latter sends it once per island and forwards it inside (as DeepEP does: arXiv 2412.19437, section 3.2.2).
@@ -194,7 +194,7 @@ class SharedState:
 
 
 def shared_states(candidates: Candidates, system: ClusterSystem) -> list[SharedState]:
-    """Return a rank's parameters: the dense ones, and separately the experts', with fewer replicas by the factor ep."""
+    """Returns a rank's parameters: the dense ones, then the experts', with fewer replicas by the factor ep."""
     c, model, island = candidates, candidates.model, float(system.fabric.island_ranks)
     layers = stage_layers(c, system.engine.partition)
     ends = (model.embedding_parameters + model.head_parameters) / c.tp  # spread out over the layers
@@ -212,7 +212,7 @@ def shared_states(candidates: Candidates, system: ClusterSystem) -> list[SharedS
 
 
 def exchange_of_rows(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Return the seconds to send a micro-batch's rows to their experts, or back, as the mean over all layers."""
+    """Returns the seconds to send a micro-batch's rows to their experts, or back, as the mean over all layers."""
     island, split = float(system.fabric.island_ranks), candidates.expert_tp
 
     # Sequence parallel ranks send their own tokens, then gather the rows received by all ranks that share an expert.

@@ -83,7 +83,7 @@ class ClusterRequest:
         return system_of(self.cluster, engine, self.precision, update_cost(self.optimizer, self.model))
 
     def run(self, layout: Layout) -> tuple[StepBatch, Recipe]:
-        """Return the batch and recipe of our own trainer's run: those decided, else those of layout and config."""
+        """Returns the batch and recipe of our own trainer's run: those decided, else those of layout and config."""
         return self.recipe or recipe_of_layout(
             self.model, layout, self.sequence, self.global_batch, self.precision, self.optimizer, self.config
         )
@@ -152,7 +152,7 @@ class ClusterPlan:
 
 
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
-    """Plan step seconds and peak bytes of many candidates on one system: the fast path of search."""
+    """Plans step seconds and peak bytes of many candidates on one system: the fast path of search."""
     costs = step_costs(candidates, where)
     times = assemble(costs, candidates, where.engine)
     peak = peak_memory(candidates, where.engine)
@@ -163,7 +163,7 @@ def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCand
 
 
 def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
-    """Plan one training step. Raises UserError if the layout cannot run or the catalogue lacks a figure.
+    """Plans one training step. Raises UserError if the layout cannot run or the catalogue lacks a figure.
 
     The memory of our own trainer comes from its program, walked pass by pass.
     """
@@ -185,7 +185,7 @@ def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
         if layout.recompute.mode in ("budget", "selective"):
             decided = recipe.recompute or (None,) * model.layers
     elif layout.recompute.mode == "budget":
-        layout, settled = _fastest_word(request, layout)
+        layout, settled = _fastest_mode(request, layout)
     candidates = replace(request.candidates([layout]), decided=decided)
     if layout.offload != "none":
         check_host(request.cluster, where)
@@ -206,7 +206,7 @@ def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
 
 
 def _within_budget(request: ClusterRequest, layout: Layout, batch: StepBatch, recipe: Recipe) -> Recipe:
-    """Return our trainer's recipe within the layout's budget, chosen by the seconds of operations on this system."""
+    """Returns our trainer's recipe within the layout's budget, chosen by the seconds of operations on this system."""
     where, candidates = request.system, request.candidates([layout])
     shape, factors = candidates.shape(where.engine), part_factors(candidates.flash, where.engine)
 
@@ -222,7 +222,7 @@ def _within_budget(request: ClusterRequest, layout: Layout, batch: StepBatch, re
 def _walked(
     request: ClusterRequest, layout: Layout, outcome: PlannedCandidates, batch: StepBatch, recipe: Recipe
 ) -> tuple[PlannedCandidates, list[MemoryLine], str]:
-    """Return our trainer's outcome with its program's memory on the fullest rank, memory lines and peak's place."""
+    """Returns our trainer's outcome with its program's memory on the fullest rank, memory lines and peak's place."""
     position, highest, program = highest_peak(request.model, batch, layout, recipe)
     notes = {t.component: t.note for t in program.tensors[position]}
     total = np.array([highest.total])
@@ -232,7 +232,7 @@ def _walked(
 
 
 def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequence: int) -> str:
-    """Return the engine's first kind of context parallel attention that can run."""
+    """Returns the engine's first kind of context parallel attention that can run."""
     windowed = model.sliding_window is not None and model.sliding_window < sequence
     first = default_kind(engine, windowed)
     able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
@@ -240,7 +240,7 @@ def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequenc
 
 
 def check_host(cluster: Cluster, where: ClusterSystem) -> None:
-    """Raise UserError if the catalogue lacks figures of the host that offloading needs."""
+    """Raises UserError if the catalogue lacks figures of the host that offloading needs."""
     if where.host is None:
         raise UserError(
             f"offload on {cluster.accelerator.name} in {cluster.node.name}: the catalogue lacks the host's memory, its "
@@ -248,10 +248,10 @@ def check_host(cluster: Cluster, where: ClusterSystem) -> None:
         )
 
 
-def _fastest_word(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:
-    """Return the layout with the fastest recomputation mode within its budget, for software with fixed modes only.
+def _fastest_mode(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:
+    """Returns the layout with the fastest recomputation mode within its budget, for software with fixed modes only.
 
-    Also return a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
+    Also returns a sentence: the modes tried, and what the next faster one would need. Raises UserError if none fits.
     """
     budget = layout.recompute.budget_bytes
     words = ["none", "selective", *(f"every:{k}" for k in range(request.model.layers, 1, -1)), "full"]
@@ -262,15 +262,15 @@ def _fastest_word(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]
         if not path or peaks[index] < peaks[path[-1]]:
             path.append(index)
     best = first_within(path, budget, lambda index: float(peaks[index]), outcome.limit_bytes)
-    says = (
+    explanation = (
         f"{words[best]} is what a budget of {units.bytes_(budget)} comes to, the fastest within it of none, "
         "selective, every:K and full"
     )
     if best != path[0]:
         following = path[path.index(best) - 1]
         saved = units.percent(float(1 - seconds[following] / seconds[best]))
-        says += f"; {words[following]} would be {saved} faster and needs {units.bytes_(peaks[following])}"
-    return choices[best], says
+        explanation += f"; {words[following]} would be {saved} faster and needs {units.bytes_(peaks[following])}"
+    return choices[best], explanation
 
 
 def _facts(request: ClusterRequest, layout: Layout, outcome: PlannedCandidates) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _facts(request: ClusterRequest, layout: Layout, outcome: PlannedCandidates) 
         "host_limit_bytes": outcome.host_limit_bytes or None,
         "engine": where.engine.name,
         "low_precision": where.engine.storage.description or None,
-        "low_precision_products": _few_bits(request, where) if number_format(where.precision).narrow else None,
+        "low_precision_products": _narrow_products(request, where) if number_format(where.precision).narrow else None,
         "context_parallel": DESCRIPTIONS[layout.cp_kind] if layout.cp_kind else None,
         "fits": bool(outcome.fits[0]),
         "peak_stage": int(outcome.peak.stage[0]),
@@ -296,8 +296,8 @@ def _facts(request: ClusterRequest, layout: Layout, outcome: PlannedCandidates) 
     }
 
 
-def _few_bits(request: ClusterRequest, where: ClusterSystem) -> str:
-    """Describe which blocks multiply in 8 bits or fewer, and as whose kernels they are timed."""
+def _narrow_products(request: ClusterRequest, where: ClusterSystem) -> str:
+    """Describes which blocks multiply in 8 bits or fewer, and as whose kernels they are timed."""
     recipe, layers = where.engine.recipe(where.precision), request.model.layers
     blocks = where.engine.narrow_blocks or "all blocks, as is assumed"
     if recipe is not None:
@@ -307,7 +307,7 @@ def _few_bits(request: ClusterRequest, where: ClusterSystem) -> str:
 
 
 def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, Any]]:
-    """Return the first candidate's linear layers: shapes for one rank and micro-batch, seconds of the kernels alone."""
+    """Returns the first candidate's linear layers: shapes of one rank and micro-batch, seconds of kernels alone."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for cost in operation_costs(candidates, where):
         op = cost.operation
@@ -328,7 +328,7 @@ def _products(candidates: Candidates, where: ClusterSystem) -> list[dict[str, An
 
 
 def _peak_at(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> str:
-    """Describe the stage and moment of the first candidate's peak, when its largest temporary tensors are alive."""
+    """Describes the stage and moment of the first candidate's peak, when its largest temporary tensors are alive."""
     peak = outcome.peak
     flight = float(in_flight(candidates, peak.stage)[0])
     back = float(kept_activation_bytes(candidates, where.engine)[1][0])
@@ -364,7 +364,7 @@ def _totals(
 
 
 def bounded(value: float, quantity: str, request: ClusterRequest, basis: str) -> Estimate:
-    """Return a planned value with its interval; `quantity`: "time" or "memory"."""
+    """Returns a planned value with its interval; `quantity`: "time" or "memory"."""
     low, high = interval_factors(quantity, *request.compared)
     return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
 

@@ -72,7 +72,7 @@ def distance(
     quantity: str, engine: str, generation: str, accelerators: int, parameters: float, experts: bool = False,
     precision: str = "",
 ) -> Distance:  # fmt: skip
-    """Return a plan's distance from the checked runs. Engines not shipped were calibrated by their users: one group."""
+    """Returns a plan's distance from the checked runs. Engines not shipped count as one group: their users' runs."""
     if engine not in engines():
         return Distance(1, False, False, 0.0)
     checked = factors()[quantity].get("checked", {}).get(engine, {})
@@ -88,12 +88,12 @@ def distance(
 
 
 def comparable(parameters: float, low: float, high: float) -> bool:
-    """Return whether runs of models with `low` to `high` parameters are comparable to a model of this size."""
+    """Returns whether runs of models with `low` to `high` parameters are comparable to a model of this size."""
     return low / COMPARABLE <= parameters <= high * COMPARABLE
 
 
 def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, float]:
-    """Return the logarithms of the interval's bounds over the planned value, lower then upper."""
+    """Returns the logarithms of the interval's bounds over the planned value, lower then upper."""
     squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
     squared += known["unknown_engine"] ** 2 * where.unknown_engine
     squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
@@ -104,12 +104,12 @@ def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, fl
 
 
 def interval_factors(quantity: str, *of: Any) -> tuple[float, float]:
-    """Return the `spread_factors` of a plan. `of`: arguments of `distance` after the quantity."""
+    """Returns the `spread_factors` of a plan. `of`: arguments of `distance` after the quantity."""
     return spread_factors(factors()[quantity], distance(quantity, *of))
 
 
 def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapping[str, int]) -> dict[str, float]:
-    """Return the likely number formats of a run that does not state its own, widest first, as shares that sum to 1.
+    """Returns the likely number formats of a run that does not state its own, widest first, as shares that sum to 1.
 
     They come from the formats of the runs `beside` it (of its group), with a prior worth three runs: the shares of the
     engine's checked runs on this generation. Those have a prior worth three runs too: two in `default_precision`, one
@@ -129,7 +129,7 @@ def format_shares(engine: TrainingEngine, accelerator: Accelerator, beside: Mapp
 
 
 def checked_runs() -> dict[str, dict[str, int]]:
-    """Return the number of timed runs by engine and generation, of the public runs reported in docs/accuracy.md."""
+    """Returns the number of timed runs by engine and generation, of the public runs reported in docs/accuracy.md."""
     checked = factors()["time"]["checked"]
     return {
         name: {generation: sum(group[3] for group in groups) for generation, groups in generations.items()}
@@ -142,7 +142,7 @@ DEFAULT_ON = {"ampere": "composer-fsdp", "cdna3": "torchtitan-2025"}
 
 
 def evidence(engine: TrainingEngine, generation: str) -> dict[str, Any]:
-    """Describe an engine for an answer: its source, and its own and other engines' checked runs on this generation."""
+    """Describes an engine for an answer: its source, and its own and other engines' checked runs on this generation."""
     there = {name: runs[generation] for name, runs in checked_runs().items() if generation in runs}
     own = there.pop(engine.name, 0)
     return {

@@ -24,7 +24,7 @@ from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
 from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
-from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, unfilled
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, reason_unfilled
 from ironlaw.workload.sizes import divisors
 
 MAX_TP = 64  # and never beyond an island or a node: no measured run shows how much would be hidden there
@@ -55,7 +55,7 @@ UNITS = dict.fromkeys(GRID_CONSTRAINTS, "grids") | {EXPERT_CONSTRAINT: "grids wi
 def grids(
     model: ModelConfig, count: int, sequence: int, global_batch: int, ruled_out: dict[str, int], widest_tp: int
 ) -> Iterator[tuple[int, ...]]:
-    """Yield every (dp, tp, pp, cp) with product `count` that can run; count the others in `ruled_out` by reason."""
+    """Yields every (dp, tp, pp, cp) with product `count` that can run; count the others in `ruled_out` by reason."""
     # Feed-forward widths that tensor parallelism splits however the experts are divided.
     widths = [*([model.ffn_size] if model.dense_layers else []), model.shared_ffn_size]
     for tp, pp, cp in product(divisors(count), repeat=3):
@@ -87,7 +87,7 @@ def possible_layouts(
     groups: bool = True,
     cp_kinds: tuple[str, ...] = ("ring",),
 ) -> Table:
-    """Return every combination that can run, without those that trade time for memory (`savings`).
+    """Returns every combination that can run, without those that trade time for memory (`savings`).
 
     `cp_kinds`: kinds of context parallel attention to try."""
     parts = [np.zeros(0, dtype=ROW)]
@@ -109,7 +109,7 @@ def possible_layouts(
                 _count(ruled_out, MICRO_BATCH_CONSTRAINT, len(chunks) * len(ways))
                 continue
             accumulation = per_replica // micro_batch
-            allowed = [(v, name) for v, name in chunks if not unfilled(SCHEDULES[name], pp, v, accumulation)]
+            allowed = [(v, name) for v, name in chunks if not reason_unfilled(SCHEDULES[name], pp, v, accumulation)]
             _count(ruled_out, SCHEDULE_CONSTRAINT, (len(chunks) - len(allowed)) * len(ways))
             if ways and allowed:
                 fixed = {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "micro_batch": micro_batch}
@@ -122,7 +122,7 @@ _PIPELINE = ("virtual_stages", "schedule")
 
 
 def _rows(fixed: dict[str, int], ways: Sequence[tuple[int, ...]], pipelines: Sequence[tuple[int, int]]) -> Table:
-    """Return every way with every pipeline; the columns of `fixed` are the same in all rows."""
+    """Returns every way with every pipeline; the columns of `fixed` are the same in all rows."""
     rows = np.empty(len(ways) * len(pipelines), dtype=ROW)
     for name, value in (fixed | NO_SAVING).items():
         rows[name] = value
@@ -139,7 +139,7 @@ def _count(ruled_out: dict[str, int], constraint: str, number: int) -> None:
 
 
 def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict[str, int]) -> list[tuple[int, int]]:
-    """Return the (ep, etp) possible on `replicas` = dp x cp groups of tp ranks; count those the experts rule out.
+    """Returns the (ep, etp) possible on `replicas` = dp x cp groups of tp ranks; count those the experts rule out.
 
     An expert is split over tp like the dense layers (etp 0), or folded and whole (etp 1); other values need `--layout`.
     """
@@ -154,7 +154,7 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
 
 
 def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
-    """Return the codes of the usable kinds that can run; the engine's default (0) if there is none or cp is 1."""
+    """Returns the codes of the usable kinds that can run; the engine's default (0) if there is none or cp is 1."""
     tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
     return [code("cp_kind", t.cp_kind) for t in tried if t.reason_context(model, sequence) is None] or [0]
 
@@ -163,12 +163,12 @@ Saving = dict[str, int]
 """Columns of a layout that trade time for memory."""
 
 NO_SAVING: Saving = {"recompute": code("recompute", "none"), "every": 1, "offload": code("offload", "none")}
-MOST_EVERY = 8  # sparser recomputation saves less memory than the width of the memory interval
+MAX_EVERY = 8  # sparser recomputation saves less memory than the width of the memory interval
 
 
 def savings(model: ModelConfig, offload: bool) -> list[Saving]:
-    """Return every recomputation, with offloading or without, that trades time for memory."""
-    partly = [("full", k) for k in divisors(model.layers) if 1 < k <= MOST_EVERY]
+    """Returns every recomputation, with offloading or without, that trades time for memory."""
+    partly = [("full", k) for k in divisors(model.layers) if 1 < k <= MAX_EVERY]
     again = [("none", 1), ("selective", 1), *partly, ("full", 1)]
     found = [
         {"recompute": code("recompute", word), "every": every, "offload": code("offload", kind)}
@@ -179,7 +179,7 @@ def savings(model: ModelConfig, offload: bool) -> list[Saving]:
 
 
 def saving(table: Table, columns: Saving) -> Table:
-    """Return the same layouts with these columns."""
+    """Returns the same layouts with these columns."""
     result = table.copy()
     for name, value in columns.items():
         result[name] = value
@@ -187,7 +187,7 @@ def saving(table: Table, columns: Saving) -> Table:
 
 
 def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
-    """Return the (zero, shard) of dp replicas: no sharding, over all of them, or (`hybrid`) over groups of them."""
+    """Returns the (zero, shard) of dp replicas: no sharding, over all of them, or (`hybrid`) over groups of them."""
     if dp * cp == 1:
         return [(0, 0)]
     groups = [0] + [d for d in divisors(dp)[:-1] if hybrid and d * cp > 1]
@@ -195,7 +195,7 @@ def _shardings(dp: int, cp: int, hybrid: bool) -> list[tuple[int, int]]:
 
 
 def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
-    """Return the (virtual stages, schedule) of a pipeline, without GPipe: as slow as 1F1B, it never holds less."""
+    """Returns the (virtual stages, schedule) of a pipeline, without GPipe: as slow as 1F1B, it never holds less."""
     if pp == 1:
         return [(1, code("schedule", "1f1b"))]
     most = layers // pp + 1
@@ -236,7 +236,7 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
 
 
 def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return what the engine lacks, in words, each with a mask of the layouts that need it."""
+    """Returns what the engine lacks, in words, each with a mask of the layouts that need it."""
     if unknown := set(engine.lacks) - CAPABILITIES.keys():
         word = min(unknown)
         raise UserError(f"engine {engine.name} lacks '{word}', which is nothing: {did_you_mean(word, CAPABILITIES)}")
@@ -244,11 +244,11 @@ def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.boo
 
 
 def lacking(engine: TrainingEngine, layout: Layout) -> str:
-    """Return what this layout needs and the engine lacks, in words; empty if the engine can run it."""
+    """Returns what this layout needs and the engine lacks, in words; empty if the engine can run it."""
     found = lacked(engine, layout_table([layout]))
     return ", ".join(words for words, needed in found.items() if needed[0])
 
 
 def engines_for(layout: Layout) -> list[str]:
-    """Return the names of the shipped engines of known software that can run the layout."""
+    """Returns the names of the shipped engines of known software that can run the layout."""
     return [name for name, engine in engines().items() if name != GENERIC and not lacking(engine, layout)]

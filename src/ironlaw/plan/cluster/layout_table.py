@@ -32,17 +32,17 @@ Table = npt.NDArray[np.void]
 
 
 def code(field: str, word: str | None) -> int:
-    """Return the number that encodes a word of a field."""
+    """Returns the number that encodes a word of a field."""
     return WORDS[field].index(word)
 
 
 def layout_table(layouts: Iterable[Layout]) -> Table:
-    """Return a table with one row per layout."""
+    """Returns a table with one row per layout."""
     return np.array([tuple(_number(layout, name) for name in COLUMNS) for layout in layouts], dtype=ROW)
 
 
 def layout_of(row: np.void) -> Layout:
-    """Return the layout of a row."""
+    """Returns the layout of a row."""
     values: dict[str, Any] = dict(zip(COLUMNS, row.item(), strict=True))
     every = values.pop("every")
     values |= {name: words[values[name]] for name, words in WORDS.items()}
@@ -63,7 +63,7 @@ Array = npt.NDArray[np.float64]
 
 
 def distinct_rows(columns: Iterable[Array], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the index of one row per group of equal rows, and the group of every row.
+    """Returns the index of one row per group of equal rows, and the group of every row.
 
     Groups are numbered column by column, which sorts numbers; `np.unique(axis=0)` sorts rows, ten times slower.
     """

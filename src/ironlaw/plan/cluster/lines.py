@@ -35,7 +35,7 @@ BOUND = {"matmul": "compute", "attention": "compute"}
 
 
 def step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> list[Line]:
-    """Return the lines of the first candidate's step, without the time that its allocator loses."""
+    """Returns the lines of the first candidate's step, without the time that its allocator loses."""
     flops = step_flops(candidates, system.engine)
     lines = merged(_step_lines(candidates, system, costs, times))
     return [replace(line, flops=flops.get(line.key)) for line in lines]
@@ -50,7 +50,7 @@ def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts,
         op, bound = cost.operation, BOUND.get(cost.part, "memory")
         count = round(_at(repeats * cost.share))
         yield line(op.phase, op.kind, op.name, repeats * seconds, bound, count)
-        again = _times_again(cost, candidates)
+        again = _repetitions(cost, candidates)
         if again:
             name = op.name + RECOMPUTED_SUFFIX
             yield line(Phase.BACKWARD, op.kind, name, repeats * again * seconds, bound, count * again)
@@ -76,7 +76,7 @@ def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts,
 def block_seconds(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts
 ) -> Iterator[tuple[OperationCost, Size]]:
-    """Yield every operation of a block with its seconds per micro-batch in a run, as the mean over all blocks."""
+    """Yields every operation of a block with its seconds per micro-batch in a run, as the mean over all blocks."""
     factors = part_factors(candidates.flash, system.engine)
     found = list(operation_costs(candidates, system))
     for cost, seconds in _timed(found, costs.block, lambda cost: (cost.part, cost.operation.phase)):
@@ -87,7 +87,7 @@ def block_seconds(
 def _timed(
     found: list[OperationCost], together: Mapping[Any, Array], key: Callable[[OperationCost], Any]
 ) -> Iterator[tuple[OperationCost, Size]]:
-    """Yield each operation with its seconds; operations timed `together` share that time by the bytes they move."""
+    """Yields each operation with its seconds; operations timed `together` share that time by the bytes they move."""
     moved: dict[Any, Size] = {}
     for cost in found:
         if cost.seconds is None:
@@ -99,8 +99,8 @@ def _timed(
             yield cost, together[key(cost)] * (cost.share * cost.operation.bytes_moved) / moved[key(cost)]
 
 
-def _times_again(cost: OperationCost, candidates: Candidates) -> Size:
-    """Return how often recomputation repeats an operation, per run of it in the forward pass."""
+def _repetitions(cost: OperationCost, candidates: Candidates) -> Size:
+    """Returns how often recomputation repeats an operation, per run of it in the forward pass."""
     full, selective = cost.again
     if candidates.has("recompute", "full")[0]:
         return candidates.recomputed_share * full
@@ -108,7 +108,7 @@ def _times_again(cost: OperationCost, candidates: Candidates) -> Size:
 
 
 def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterator[tuple[Operation, Size, str]]:
-    """Yield the operations of embedding and output layer, with seconds per step and bound, on the busiest stage."""
+    """Yields the operations of embedding and output layer, with seconds per step and bound, on the busiest stage."""
     together = {"loss": times.loss, "stream": times.embedding}
     for cost, seconds in _timed(list(end_costs(candidates, system)), together, lambda cost: cost.part):
         if cost.seconds is not None:
@@ -119,7 +119,7 @@ def _ends(candidates: Candidates, system: ClusterSystem, times: Times) -> Iterat
 def exposed_collectives(
     candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times
 ) -> Iterator[tuple[str, Size]]:
-    """Return the exposed seconds of each collective, named by mesh dimension and kind as in a run."""
+    """Returns the exposed seconds of each collective, named by mesh dimension and kind as in a run."""
     copies = costs.dp_across / costs.dp_reduce if costs.dp_reduce else np.zeros(1)
     gather, scatter = 2 * costs.fsdp_gather_layer, costs.fsdp_scatter_layer
     of_state = times.fsdp_exposed / ((gather + scatter) or 1.0)
@@ -144,7 +144,7 @@ def exposed_collectives(
 
 
 def _of_context(candidates: Candidates, system: ClusterSystem, seconds: Array) -> Iterator[tuple[str, Size]]:
-    """Yield exposed context parallel collectives: gathers in every pass and one scatter, or sends of a ring."""
+    """Yields exposed context parallel collectives: gathers in every pass and one scatter, or sends of a ring."""
     kind = context_kinds(candidates, system.engine)
     if candidates.cp == 1:
         return
@@ -159,7 +159,7 @@ def _of_context(candidates: Candidates, system: ClusterSystem, seconds: Array) -
 
 
 def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]:
-    """Return the operations of an optimizer update by name, each with its share of the bytes moved."""
+    """Returns the operations of an optimizer update by name, each with its share of the bytes moved."""
     parameters = model_parameters(model.model_copy(update={"layers": 1, "moe": None}))
     operations = update_operations(parameters, OptimizerConfig.model_validate({"name": optimizer}), cuda=True)
     moved: dict[str, float] = {}
@@ -169,7 +169,7 @@ def update_shares(model: ModelConfig, optimizer: str) -> list[tuple[str, float]]
 
 
 def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]:
-    """Return the FLOPs of a step by line: those of the model in any layout, without recomputation."""
+    """Returns the FLOPs of a step by line: those of the model in any layout, without recomputation."""
     model, sequence = candidates.model, round(_at(candidates.sequence))
     moe = model.moe
     if moe is not None:  # every choice counts, whether or not the expert has room for it
@@ -183,5 +183,5 @@ def step_flops(candidates: Candidates, engine: TrainingEngine) -> dict[Key, int]
 
 
 def _at(column: Size) -> float:
-    """Return the first candidate's value."""
+    """Returns the first candidate's value."""
     return float(np.asarray(column).reshape(-1)[0])

@@ -56,7 +56,7 @@ PARTS = ("weights", "gradients", "master", "moments", "activations", "logits", "
 def layer_activation_bytes(
     candidates: Candidates, engine: TrainingEngine, shape: Shape | None = None
 ) -> tuple[Array, Array, Array]:
-    """Return the bytes that one block keeps per micro-batch on one rank: all, its attention core, its input alone."""
+    """Returns the bytes that one block keeps per micro-batch on one rank: all, its attention core, its input alone."""
     shape = shape or candidates.shape(engine)
     everything = sum(
         share * sum(op.saved_bytes for op in forward_of(shape, kind)) for kind, share in candidates.kinds.items()
@@ -67,7 +67,7 @@ def layer_activation_bytes(
 
 
 def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tuple[Array, Array, Array]:
-    """Return bytes of one block and micro-batch: kept between forward and backward, on average; restored by
+    """Returns bytes of one block and micro-batch: kept between forward and backward, on average; restored by
     recomputation, one block at a time; of cast weights, which autocast caches until a forward pass is over."""
     found = candidates.of_blocks(engine, lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
@@ -79,7 +79,7 @@ def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tup
 
 
 def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Array]:
-    """Return the bytes one block keeps: without, under selective and under full recomputation; and of cast weights."""
+    """Returns the bytes one block keeps: without, under selective and under full recomputation; and of cast weights."""
     shape, kinds = candidates.shape(engine), candidates.kinds.items()
     everything, core, entrance = layer_activation_bytes(candidates, engine, shape)
     copies = np.zeros(len(candidates))
@@ -92,7 +92,7 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
                 partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
         partly = entrance + engine.selective_kept_share * (everything - entrance)
-    elif engine.widens_again(candidates.model):
+    elif engine.repeats_up_projections(candidates.model):
         partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
@@ -100,7 +100,7 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
-    """Return the most micro-batches whose activations a stage holds at once, as whole-stage equivalents."""
+    """Returns the most micro-batches whose activations a stage holds at once, as whole-stage equivalents."""
     plain = np.minimum(candidates.accumulation, candidates.pp - stage)
     chunks = 2 * (candidates.pp - stage - 1) + (candidates.virtual_stages - 1) * candidates.pp + 1
     interleaved = np.minimum(candidates.accumulation * candidates.virtual_stages, chunks) / candidates.virtual_stages
@@ -113,14 +113,14 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
 
 
 def peak_memory(candidates: Candidates, engine: TrainingEngine) -> PeakMemory:
-    """Return the stage with the highest peak of each job, and the components of that peak."""
+    """Returns the stage with the highest peak of each job, and the components of that peak."""
     kept = kept_activation_bytes(candidates, engine)
     stages = [_stage(candidates, engine, stage, kept) for stage in _stages(candidates, engine.partition)]
     return reduce(lambda best, here: _higher(here, best), stages)
 
 
 def _stages(candidates: Candidates, partition: str) -> list[Array]:
-    """Return stages that include the one with the highest peak; -1 where a job lacks the stage or it is listed already.
+    """Returns stages, among them that of the highest peak; -1 where a job lacks the stage or it is listed already.
 
     Later stages hold fewer micro-batches, and with an equal partition none has more layers than the second: the first,
     the second and the last are enough.
@@ -132,7 +132,7 @@ def _stages(candidates: Candidates, partition: str) -> list[Array]:
 
 
 def reported_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
+    """Returns the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
     if engine.reporting_stage == "first":
         kept = kept_activation_bytes(candidates, engine)
         return _stage(candidates, engine, np.zeros(len(candidates)), kept).total
@@ -140,7 +140,7 @@ def reported_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def host_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the bytes that one rank keeps in host memory: optimizer state with its gradients, and activations."""
+    """Returns the bytes that one rank keeps in host memory: optimizer state with its gradients, and activations."""
     layers = stage_layers(candidates, engine.partition)
     wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
     state = layers.owned_parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
@@ -158,7 +158,7 @@ def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
 
 
 @dataclass(frozen=True)
-class _HeldBy:
+class _StageParameters:
     """One stage of each job, empty where `number` is negative. Parameters are those of one rank, before ZeRO."""
 
     number: Array
@@ -170,7 +170,7 @@ class _HeldBy:
     own: Array  # `parameters` without the experts of other ranks
 
     @classmethod
-    def of(cls, candidates: Candidates, partition: str, stage: Array) -> _HeldBy:
+    def of(cls, candidates: Candidates, partition: str, stage: Array) -> _StageParameters:
         layers = stage_layers(candidates, partition)
         first, has_head, model = stage == 0, layers.head_stage == stage, candidates.model
         count = layers.on(stage)
@@ -189,8 +189,8 @@ class _HeldBy:
 def _stage(
     candidates: Candidates, engine: TrainingEngine, stage: Array, activations_of: tuple[Array, Array, Array],
 ) -> PeakMemory:  # fmt: skip
-    """Return the bytes that one stage of each job holds; zero where `stage` is negative."""
-    here, (kept, back, copies) = _HeldBy.of(candidates, engine.partition, stage), activations_of
+    """Returns the bytes that one stage of each job holds; zero where `stage` is negative."""
+    here, (kept, back, copies) = _StageParameters.of(candidates, engine.partition, stage), activations_of
     master, moments = _optimizer_state(candidates, engine, here)
     flight = in_flight(candidates, stage)
     # Under offloading the device holds two blocks' activations: of the block at work and of the one in transfer.
@@ -213,7 +213,7 @@ def _stage(
         "context": np.full(len(candidates), engine.context_bytes),
     }
     if not engine.fused:
-        parts |= _least(candidates, engine, here, activations_of)
+        parts |= _lower_bound(candidates, engine, here, activations_of)
         # Blocks of all kinds are averaged, but the first stage may have the lighter ones.
         averaged = np.where((candidates.pp > 1) & (len(candidates.kinds) > 1), MIXED, 1.0)
         parts = {name: averaged * part for name, part in parts.items()}
@@ -222,7 +222,7 @@ def _stage(
     return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
 
 
-def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
+def _weights(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
     shards, whole = candidates.shard_ranks, candidates.zero >= 3
     weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
     if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
@@ -240,7 +240,7 @@ def _weights(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> A
     return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
 
 
-def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
+def _gradients(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
     # With one micro-batch and no pipeline, a 16-bit gradient is reduced and freed as soon as it is computed.
     lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
     in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
@@ -249,8 +249,8 @@ def _gradients(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) ->
     return np.asarray(gradients)
 
 
-def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> tuple[Array, Array]:
-    """Return the bytes of master copies and of moments."""
+def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> tuple[Array, Array]:
+    """Returns the bytes of master copies and of moments."""
     sharded = candidates.zero >= 1
     share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
     stated = np.where(sharded, here.parameters, here.own)
@@ -260,7 +260,7 @@ def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _Held
     return stated * engine.master_bytes * share, moments
 
 
-def _logits(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
+def _logits(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
     model, tokens = candidates.model, candidates.tokens
     logits = tokens * engine.logit_bytes
     logits = np.where(here.has_head, logits * model.vocab / candidates.tp, 0.0)
@@ -274,10 +274,10 @@ MIXED = 0.9
 """Factor on the lower bound where a pipeline has several kinds of blocks."""
 
 
-def _least(
-    candidates: Candidates, engine: TrainingEngine, here: _HeldBy, activations_of: tuple[Array, Array, Array]
+def _lower_bound(
+    candidates: Candidates, engine: TrainingEngine, here: _StageParameters, activations_of: tuple[Array, Array, Array]
 ) -> dict[str, Array]:
-    """Return the bytes that our own trainer certainly holds while the most micro-batches are in flight."""
+    """Returns the bytes that our own trainer certainly holds while the most micro-batches are in flight."""
     (kept, back, copies), flight = activations_of, in_flight(candidates, here.number)
     # If one block in k is recomputed, at most a share 1/k + (1 - 1/k)/c of a chunk of c blocks is; and some stage,
     # possibly the last, has no more than the average share.
@@ -306,8 +306,8 @@ def _least(
     } | dict.fromkeys(("gradients", "logits"), np.zeros(len(candidates)))  # fmt: skip
 
 
-def _gathered(candidates: Candidates, engine: TrainingEngine, here: _HeldBy) -> Array:
-    """Return the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
+def _gathered(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
+    """Returns the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
     stream = candidates.tokens * candidates.model.hidden
     message = stream / candidates.stream_shards * engine.element_bytes
     # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.

@@ -1,4 +1,4 @@
-"""Plan and rank all layouts of a model on a cluster, and count those ruled out by each constraint.
+"""Plans and ranks all layouts of a model on a cluster, and counts those ruled out by each constraint.
 
     found = search(ClusterRequest(model, cluster, sequence=8192, global_batch=1024))
     found.best[0].layout, found.best[0].step_seconds
@@ -79,7 +79,7 @@ UNWALKED = "slower than what was found, whatever their memory"
 
 
 def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> SearchResult:
-    """Plan every layout and keep the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
+    """Plans every layout and keeps the fastest that fit; with `keep` 1, that one alone, without looking for the safest.
     Raises UserError if no layout can be formed.
 
     Layouts that the step excludes are counted under the reason it gives. Without `hybrid`, hybrid sharding is left
@@ -98,7 +98,7 @@ def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> S
         raise UserError(
             f"no layout of {model.name} uses {cluster.count} accelerators ({reasons}): change the batch or the number"
         )
-    table = _able(table, request, refused)
+    table = _runnable(table, request, refused)
     constraints |= refused
     if not len(table):
         reasons = "; or ".join(refused)
@@ -115,7 +115,7 @@ def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> S
 
 
 def hiding(table: Table) -> np.ndarray:
-    """Return the largest share of each layout's step that recomputation may gain."""
+    """Returns the largest share of each layout's step that recomputation may gain."""
     splits = table["schedule"] >= code("schedule", SPLIT_BACKWARD[0])
     return np.where((table["zero"] >= 2) & splits, HIDING_IN_BUBBLE, HIDING)
 
@@ -151,7 +151,7 @@ class _Search:
         return math.exp(interval_factors("memory", *self.request.compared)[1])
 
     def plan(self, part: Table) -> np.ndarray:
-        """Plan these rows and keep the best. Returns, per row, a lower bound of the seconds of its saving variants.
+        """Plans these rows and keeps the best. Returns, per row, a lower bound of the seconds of its saving variants.
 
         The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
         nothing. Rows of our own trainer that may fit wait to be walked.
@@ -161,7 +161,6 @@ class _Search:
         self.planned += len(part)
         if not fits.any() and not self.best:
             over = np.maximum(outcome.peak.total - outcome.limit_bytes, outcome.host_bytes - outcome.host_limit_bytes)
-            over = np.where(outcome.host_bytes > 0, over, outcome.peak.total - outcome.limit_bytes)
             nearest = int(over.argmin())
             self.nearest.append((float(over[nearest]), _entries(outcome, part, np.array([nearest]))[0]))
         if not self.where.engine.fused:
@@ -175,18 +174,18 @@ class _Search:
         return np.where(settled, np.inf, outcome.times.step_seconds * (1 - gain))
 
     def _rank(self, fitting: list[Entry], sure: list[Entry]) -> None:
-        """Merge fitting layouts into the ranking, and those certain to fit into the safest."""
+        """Merges fitting layouts into the ranking, and those certain to fit into the safest."""
         self.best = sorted([*self.best, *fitting], key=lambda entry: entry[:2])[: self.keep]
         self.safest = min([*sure, *([self.safest] if self.safest else [])], key=lambda entry: entry[:2], default=None)
 
     def walk(self, until: float = math.inf) -> None:
-        """Walk the waiting layouts, fastest first, while they may change the answer.
+        """Walks the waiting layouts, fastest first, while they may change the answer.
 
         Those of `until` seconds or more keep waiting, as layouts not planned yet may be faster.
         """
         self.waiting.sort(key=lambda entry: entry[:2], reverse=True)
         limit = usable_bytes(self.where)
-        while self.waiting and self.waiting[-1][0] < min(until, self._worst_wanted()):
+        while self.waiting and self.waiting[-1][0] < min(until, self._slowest_useful()):
             seconds, least, row, terms = self.waiting.pop()
             ranked = len(self.best) < self.keep or seconds < self.best[-1][0]
             enough = limit if ranked else limit / self.memory_upper
@@ -205,7 +204,7 @@ class _Search:
                 self.settled.add(whole.tobytes())
 
     def _walked(self, row: np.void, enough: float = math.inf) -> float:
-        """Return the peak bytes of a layout, or any number above `enough` if the peak exceeds it."""
+        """Returns the peak bytes of a layout, or any number above `enough` if the peak exceeds it."""
         layout = layout_of(row)
         if layout.zero == 2 and not self.where.engine.reduces_in_pieces(2, layout.pp):  # the same as ZeRO 1
             layout = replace(layout, zero=1)
@@ -215,23 +214,26 @@ class _Search:
         return self.peaks[layout, enough]
 
     def plan_savings(self, table: Table, bound: np.ndarray, variants: list[Saving]) -> None:
-        """Plan the variants of all rows whose bound is below the worst wanted time, fastest rows first."""
+        """Plans the variants of all rows whose bound is below the worst wanted time, fastest rows first."""
         order = np.argsort(bound, kind="stable")
         order = order[np.isfinite(bound[order])]
         step = max(1, CHUNK // len(variants))
         for start in range(0, len(order), step):
             index = order[start : start + step]
             self.walk(until=bound[index[0]])
-            index = index[bound[index] < self._worst_wanted()]
+            index = index[bound[index] < self._slowest_useful()]
             beaten = len(order[start : start + step]) - len(index)
             if beaten:
                 self.constraints[BEATEN] = self.constraints.get(BEATEN, 0) + beaten * len(variants)
             index = index[self._may_fit(table[index], variants)]
-            if len(index):
-                self._plan_variants(table[index], variants)
+            if len(index):  # the variants of a layout are adjacent rows
+                spread = np.stack([saving(table[index], variant) for variant in variants], axis=1).reshape(-1)
+                spread = _runnable(spread, self.request, self.constraints)
+                if len(spread):
+                    self.plan(spread)
 
     def _may_fit(self, rows: Table, variants: list[Saving]) -> np.ndarray:
-        """Return a mask of the rows with a variant that fits, judged by the variants that save most.
+        """Returns a mask of the rows with a variant that fits, judged by the variants that save most.
 
         Recomputation needs the activations of one block: with one block in flight, keeping them is as good.
         """
@@ -247,15 +249,8 @@ class _Search:
             self.plan(tried[least : least + 1])
         return np.asarray((over <= 0).reshape(-1, len(rows)).any(axis=0))
 
-    def _plan_variants(self, rows: Table, variants: list[Saving]) -> None:
-        # The variants of a layout are adjacent rows.
-        spread = np.stack([saving(rows, variant) for variant in variants], axis=1).reshape(-1)
-        spread = _able(spread, self.request, self.constraints)
-        if len(spread):
-            self.plan(spread)
-
-    def _worst_wanted(self) -> float:
-        """Return the seconds beyond which a layout changes neither the ranking nor the safest one."""
+    def _slowest_useful(self) -> float:
+        """Returns the seconds beyond which a layout changes neither the ranking nor the safest one."""
         ranked = self.best[-1][0] if len(self.best) == self.keep else np.inf
         return ranked if self.keep == 1 else max(ranked, self.safest[0] if self.safest else np.inf)
 
@@ -271,7 +266,7 @@ class _Search:
         return found
 
     def _nearest(self) -> Entry:
-        """Return the layout closest to fitting; for our own trainer, of the `NEAREST` that seem closest."""
+        """Returns the layout closest to fitting; for our own trainer, of the `NEAREST` that seem closest."""
         near = [entry for _, entry in sorted(self.nearest, key=lambda pair: pair[0])]
         if self.where.engine.fused:
             return near[0]
@@ -280,7 +275,7 @@ class _Search:
 
 
 def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: int) -> list[Entry]:
-    """Return the fastest of the marked layouts; among equally fast ones, those with the lowest peak."""
+    """Returns the fastest of the marked layouts; among equally fast ones, those with the lowest peak."""
     index = np.flatnonzero(among)
     order = index[np.lexsort((outcome.peak.total[index], outcome.step_seconds[index]))][:keep]
     return _entries(outcome, part, order)
@@ -298,27 +293,27 @@ NEVER_REFUSED = ("micro_batch", "virtual_stages", "every")
 """Columns that do not affect whether our own trainer runs a layout."""
 
 
-def _able(rows: Table, request: ClusterRequest, ruled_out: dict[str, int]) -> Table:
-    """Return the layouts that the software can run and the step does not exclude; count the others by reason."""
+def _runnable(rows: Table, request: ClusterRequest, ruled_out: dict[str, int]) -> Table:
+    """Returns the layouts that the software can run and the step does not exclude; count the others by reason."""
     engine = request.system.engine
     refused = {f"{engine.name} has no {what}": needed for what, needed in lacked(engine, rows).items()}
     if not engine.fused:
         why = lambda layout: not_trained_here(layout, request.model, request.precision, request.optimizer)  # noqa: E731
         refused |= _refused(rows, why, NEVER_REFUSED)
-    rows = _left(rows, refused, ruled_out)
-    return rows if request.excluded is None else _left(rows, _refused(rows, request.excluded), ruled_out)
+    rows = _remaining(rows, refused, ruled_out)
+    return rows if request.excluded is None else _remaining(rows, _refused(rows, request.excluded), ruled_out)
 
 
 def _refused(
     rows: Table, why: Callable[[Layout], str | None], ignored: Sequence[str] = ()
 ) -> dict[str, npt.NDArray[np.bool_]]:
-    """Return a mask of the refused rows by reason; reasons do not depend on the ignored columns."""
+    """Returns a mask of the refused rows by reason; reasons do not depend on the ignored columns."""
     first, sort = distinct_rows([rows[name].astype(float) for name in COLUMNS if name not in ignored], len(rows))
     reasons = np.array([why(layout_of(row)) or "" for row in rows[first]])
     return {str(reason): (reasons == reason)[sort] for reason in sorted(set(reasons) - {""})}
 
 
-def _left(rows: Table, refused: Mapping[str, npt.NDArray[np.bool_]], ruled_out: dict[str, int]) -> Table:
+def _remaining(rows: Table, refused: Mapping[str, npt.NDArray[np.bool_]], ruled_out: dict[str, int]) -> Table:
     kept = np.ones(len(rows), dtype=bool)
     for reason, needed in refused.items():
         if count := int((kept & needed).sum()):

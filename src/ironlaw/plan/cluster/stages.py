@@ -28,12 +28,12 @@ class StageLayers:
     owned_parameters: Array  # that a rank of the fullest stage updates: under ZeRO, its share of them
 
     def on(self, stage: Array) -> Array:
-        """Return the layers of a stage of each job; those of the first where `stage` is negative."""
+        """Returns the layers of a stage of each job; those of the first where `stage` is negative."""
         return np.asarray(self.counts[self.row, np.maximum(stage, 0).astype(int)])
 
 
 def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayers:
-    """Return the layers per stage, computed once per candidates and partition."""
+    """Returns the layers per stage, computed once per candidates and partition."""
     known: dict[str, StageLayers] = candidates.layers_of_stages
     if partition not in known:
         known[partition] = _stage_layers(candidates, partition)
@@ -41,7 +41,7 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
 
 
 def _stage_layers(candidates: Candidates, partition: str) -> StageLayers:
-    """Return the layers per stage, with `partition` "equal" or "cost".
+    """Returns the layers per stage, with `partition` "equal" or "cost".
 
     "equal" gives surplus layers to the stages between the first and the last, which hold the embedding and the output
     layer. Virtual chunks are equal except for one layer less in the first or last, or as equal as possible.
@@ -56,9 +56,9 @@ def _stage_layers(candidates: Candidates, partition: str) -> StageLayers:
     for way, which in enumerate(first):
         layers, pp, virtual, v_shaped = (int(key[which]) for key in keys[:4])
         if partition == "cost":
-            held, head_stage[way] = _dealt(layers, pp, float(keys[4][which]), float(keys[5][which]))
+            held, head_stage[way] = _divide_by_cost(layers, pp, float(keys[4][which]), float(keys[5][which]))
         else:
-            held, head_stage[way] = _held(layers, pp, virtual, bool(v_shaped))
+            held, head_stage[way] = _divide_equally(layers, pp, virtual, bool(v_shaped))
         counts[way, : len(held)] = held
     ways, last_stage = np.arange(len(first)), c.pp[first].astype(int) - 1
     inner = counts.copy()
@@ -82,15 +82,15 @@ def _stage_layers(candidates: Candidates, partition: str) -> StageLayers:
 
 
 @lru_cache(maxsize=4096)
-def _held(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[list[int], int]:
-    """Return the layers of each pipeline rank, as equal as possible, and the rank of the output layer."""
+def _divide_equally(layers: int, pp: int, virtual: int, v_shaped: bool) -> tuple[list[int], int]:
+    """Returns the layers of each pipeline rank, as equal as possible, and the rank of the output layer."""
     chunks, schedule = layers_of(layers, pp * virtual, virtual), V_SHAPED[0] if v_shaped else "1f1b"
     held = [sum(len(chunks[stage]) for stage in stages_of(schedule, pp, virtual, rank)) for rank in range(pp)]
     return held, rank_of_last(schedule, pp)
 
 
-def _dealt(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:
-    """Return the layers of each stage by cost, and the stage of the output layer."""
+def _divide_by_cost(layers: int, pp: int, block_cost: float, head_cost: float) -> tuple[list[int], int]:
+    """Returns the layers of each stage by cost, and the stage of the output layer."""
     costs = [0.0] + [block_cost] * layers + [0.0, head_cost]  # embedding, blocks, final norm, output layer
     total = sum(costs)
     counts, stage, running = [0] * pp, 0, 0.0

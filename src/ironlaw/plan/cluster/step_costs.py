@@ -83,14 +83,16 @@ class OperationCost:
 
 
 def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
-    """Yield every operation of every kind of block, forward and backward, with its cost."""
+    """Yields every operation of every kind of block, forward and backward, with its cost."""
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
         forward, backward = both_passes(shape, kind)
-        runs_again = _ours_again(shape, kind, candidates.policies(kind)) if not engine.fused else None
+        own_repetitions = _own_repetitions(shape, kind, candidates.policies(kind)) if not engine.fused else None
         for op in forward:
             for part, seconds in seconds_by_part(op, shape, candidates, system):
-                again = _again(op, part, candidates.model, engine) if runs_again is None else runs_again(op)
+                again = (
+                    _repetitions(op, part, candidates.model, engine) if own_repetitions is None else own_repetitions(op)
+                )
                 yield OperationCost(op, part, share, seconds, again)
         for op in backward:
             for part, seconds in seconds_by_part(op, shape, candidates, system):
@@ -100,7 +102,7 @@ def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[O
 def seconds_by_part(
     op: Operation, shape: Shape, candidates: Candidates, system: ClusterSystem
 ) -> Iterator[tuple[str, Array | None]]:
-    """Yield the seconds of an operation by part; None where all operations of the part are timed together."""
+    """Yields the seconds of an operation by part; None where all operations of the part are timed together."""
     if op.matmul is not None:
         precision, (m, n, k) = precision_of(op, system), op.matmul
         slower = _unaligned(*_weight_of(op), system, precision)
@@ -117,20 +119,20 @@ def seconds_by_part(
 
 
 def precision_of(op: Operation, system: ClusterSystem) -> str:
-    """Return the precision of a matrix product in a block."""
+    """Returns the precision of a matrix product in a block."""
     wide = op.precision == "fp32" or IN_16_BITS in op.group or not whole_tiles(system.engine.tile, *_weight_of(op))
     return system.wide_precision if wide else system.precision
 
 
 def _weight_of(op: Operation) -> tuple[Size, Size]:
-    """Return the rows and columns of a product's weight."""
+    """Returns the rows and columns of a product's weight."""
     assert op.matmul is not None
     m, n, k = op.matmul
     return (m, n) if op.kernel == "matmul_weight_gradient" else (n, k)
 
 
-def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:
-    """Return how often full and selective recomputation repeat an operation of the forward pass.
+def _repetitions(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:
+    """Returns how often full and selective recomputation repeat an operation of the forward pass.
 
     Selectively, Megatron repeats the attention core (NeMo, for latent attention, the projections that widen its
     inputs); torchtitan repeats every other matmul and element-wise operations, seldom attention.
@@ -138,15 +140,15 @@ def _again(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine)
     if not engine.repeats_attention_alone:
         matmuls, attention = engine.selective_shares
         return 1.0, {"matmul": matmuls, "stream": 1.0, "shard": 1.0}.get(part, attention)
-    if engine.widens_again(model):
+    if engine.repeats_up_projections(model):
         return 1.0, float(op.name.removesuffix("_cast") in WIDENING)
     return 1.0, float(part in ("attention", "scores"))
 
 
-def _ours_again(
+def _own_repetitions(
     shape: Shape, kind: str, policies: Mapping[Policy, float]
 ) -> Callable[[Operation], tuple[float, float]]:
-    """Return `_again` for our trainer, which stops once all tensors are restored. `policies`: shares of the blocks."""
+    """Returns `_repetitions` of our trainer, which stops once all tensors exist. `policies`: shares of blocks."""
     whole = frozenset[str]()
     run = {
         policy: {
@@ -166,19 +168,19 @@ def _ours_again(
 
 
 def is_on_stream(op: Operation) -> bool:
-    """Return whether an element-wise operation works on the residual stream, which tp without sp does not divide."""
+    """Returns whether an element-wise operation works on the residual stream, which tp without sp does not divide."""
     return op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
 
 
 def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str) -> Array:
-    """Return the slowdown of weights whose rows do not start at cache lines; 1 for others."""
+    """Returns the slowdown of weights whose rows do not start at cache lines; 1 for others."""
     elements = LINE_BYTES / number_format(precision).bytes_per_element()
     odd = (np.asarray(rows) % elements != 0) | (np.asarray(columns) % elements != 0)
     return np.where(odd, UNALIGNED.get(system.hardware.efficiency.generation, 1.0), 1.0)
 
 
 def product_seconds(m: Size, n: Size, k: Size, batch: Size, hardware: Hardware, precision: str) -> Array:
-    """Return the seconds of a matrix product alone. A newer library is no faster than full tiles in all units."""
+    """Returns the seconds of a matrix product alone. A newer library is no faster than full tiles in all units."""
     seconds = np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation)
     if newer is None:
@@ -188,14 +190,14 @@ def product_seconds(m: Size, n: Size, k: Size, batch: Size, hardware: Hardware, 
 
 
 def kernel_slowdown(engine: TrainingEngine, hardware: Hardware) -> float:
-    """Return the time of an engine's fused attention over that of the kernel measured on this generation."""
+    """Returns the time of an engine's fused attention over that of the kernel measured on this generation."""
     return FLASH2_SLOWDOWN.get(hardware.efficiency.generation, 1.0) if engine.attention_kernel == "flash2" else 1.0
 
 
 def _attention(
     op: Operation, window: int | None, candidates: Candidates, shape: Shape, system: ClusterSystem
 ) -> tuple[Array, Array]:
-    """Return the seconds of one layer's attention in one direction, and of the traffic of materialised scores."""
+    """Returns the seconds of one layer's attention in one direction, and of the traffic of materialised scores."""
     assert op.attention is not None
     hardware, precision, engine = system.hardware, system.wide_precision, system.engine
     sequences, sequence, heads, kv_heads, head_size = op.attention
@@ -224,7 +226,7 @@ def _attention(
 
 
 def end_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[OperationCost]:
-    """Yield every operation of the embedding (part "stream") and of output layer and loss ("matmul", "loss")."""
+    """Yields every operation of the embedding (part "stream") and of output layer and loss ("matmul", "loss")."""
     shape = candidates.shape(system.engine)
     (looked_up, added), (predicted, learned) = (both_passes(shape, end) for end in ("embedding", "head"))
     for op in [*looked_up, *predicted, *learned, *added]:
@@ -264,7 +266,7 @@ class StepCosts:
 
 
 def _update(candidates: Candidates, system: ClusterSystem) -> Array:
-    """Return the seconds of the optimizer on the stage with most parameters.
+    """Returns the seconds of the optimizer on the stage with most parameters.
 
     Whole-matrix work (Muon's iterations, GaLore's projections) is distributed matrix by matrix over the ranks that
     shard the state, and divided by tp.
@@ -286,7 +288,7 @@ def _update(candidates: Candidates, system: ClusterSystem) -> Array:
 
 
 def _offloaded(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Return the seconds of transfers to and from the host and of its update; zero where nothing is offloaded."""
+    """Returns the seconds of transfers to and from the host and of its update; zero where nothing is offloaded."""
     none = np.zeros(len(candidates))
     host, engine = system.host, system.engine
     if host is None or not (candidates.offload > 0).any():
@@ -306,7 +308,7 @@ def _offloaded(candidates: Candidates, system: ClusterSystem) -> dict[str, Array
 
 
 def step_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
-    """Return every ingredient of the step time."""
+    """Returns every ingredient of the step time."""
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
         system.engine, lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system)
@@ -331,7 +333,7 @@ def step_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
 
 
 def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
-    """Return the seconds of one block by part and phase, and those repeated by part and mode of recomputation."""
+    """Returns the seconds of one block by part and phase, and those repeated by part and mode of recomputation."""
     none, hardware = np.zeros(len(candidates)), system.hardware
     seconds = {(part, phase): none for part in PARTS for phase in (Phase.FORWARD, Phase.BACKWARD)}
     again = {(part, mode): none for part in PARTS for mode in (0, 1)}
@@ -355,7 +357,7 @@ def _block(candidates: Candidates, system: ClusterSystem) -> dict[Any, Array]:
 
 
 def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Return the seconds of the output layer, the loss and the embedding for one micro-batch."""
+    """Returns the seconds of the output layer, the loss and the embedding for one micro-batch."""
     sums: dict[str, Any] = dict.fromkeys(("matmul", "loss", "stream"), 0.0)
     for cost in end_costs(candidates, system):
         sums[cost.part] = sums[cost.part] + (cost.operation.bytes_moved if cost.seconds is None else cost.seconds)
@@ -367,7 +369,7 @@ def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
 
 
 def _state(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
-    """Return the seconds of reducing gradients, gathering weights and updating them."""
+    """Returns the seconds of reducing gradients, gathering weights and updating them."""
     engine, states = system.engine, shared_states(candidates, system)
     gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes
 

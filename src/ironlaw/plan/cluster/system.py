@@ -91,7 +91,7 @@ NAMES = get_args(OptimizerName)
 
 
 def update_cost(name: str, model: ModelConfig) -> UpdateCost:
-    """Return the cost of optimizer `name` on this model. Raises UserError for an unknown name."""
+    """Returns the cost of optimizer `name` on this model. Raises UserError for an unknown name."""
     if name not in NAMES:
         raise UserError(f"unknown optimizer '{name}': {did_you_mean(name, NAMES)}")
     if name in ("adam", "adamw"):
@@ -111,7 +111,7 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
 
 
 def _moved(parameters: list[Parameter], config: OptimizerConfig) -> float:
-    """Return the bytes per parameter that an update's element-wise kernels move: AdamW's 34 plus the difference."""
+    """Returns the bytes per parameter that an update's element-wise kernels move: AdamW's 34 plus the difference."""
     own = _streamed(update_operations(parameters, config, cuda=True))
     usual = _streamed(update_operations(parameters, OptimizerConfig(), cuda=True))
     return ADAMW_BYTES + (own - usual) / elements_of(parameters)
@@ -149,7 +149,7 @@ class ClusterSystem:
 
 
 def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: UpdateCost = ADAMW) -> ClusterSystem:
-    """Return the system of a catalogued cluster. Raises UserError where it lacks a figure that every plan needs."""
+    """Returns the system of a catalogued cluster. Raises UserError where it lacks a figure that every plan needs."""
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
@@ -171,7 +171,7 @@ HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the
 
 
 def host_of(cluster: Cluster) -> Host | None:
-    """Return one accelerator's share of its host; None where the catalogue lacks a figure of the host."""
+    """Returns one accelerator's share of its host; None where the catalogue lacks a figure of the host."""
     acc, node = cluster.accelerator, cluster.node
     link = acc.host_link_bytes_per_second or acc.pcie_bytes_per_second
     if acc.unified_memory or link is None or node.host_memory_bytes is None or node.host_memory_rate is None:
@@ -189,7 +189,7 @@ def _efficiency(generation: str) -> Efficiency:
 
 
 def matmul_is_assumed(generation: str) -> bool:
-    """Return whether even the constants of a generation's matmuls are assumed, not measured."""
+    """Returns whether even the constants of a generation's matmuls are assumed, not measured."""
     evidence = [constants.evidence for constants in _efficiency(generation).matmul.values()]
     return all(e is None or e.assumed for e in evidence)
 
@@ -203,7 +203,7 @@ def _network(fabric: str, node: str) -> NetworkConstants:
 
 
 def hardware_of(acc: Accelerator) -> Hardware:
-    """Return the catalogue's nominal figures with the fitted constants of the generation."""
+    """Returns the catalogue's nominal figures with the fitted constants of the generation."""
     units = acc.compute_units.value if acc.compute_units else UNITS_OF_GENERATION.get(acc.generation)
     wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units}
     for name, value in wanted.items():
@@ -224,7 +224,7 @@ def hardware_of(acc: Accelerator) -> Hardware:
 
 @lru_cache(maxsize=64)
 def effective_power_watts(generation: str, limit_watts: float) -> float:
-    """Return the power for the efficiency constants: the limit they were measured at, scaled by `POWER_EXPONENT`."""
+    """Returns the power for the efficiency constants: the limit they were measured at, scaled by `POWER_EXPONENT`."""
     measured = [
         reference_hardware(generation, name).power_watts
         for name, of in reference_accelerators().items()
@@ -237,7 +237,7 @@ def effective_power_watts(generation: str, limit_watts: float) -> float:
 
 
 def fabric_of(acc: Accelerator, node: Node) -> Fabric:
-    """Return the node's scale-up islands joined by its network; accelerators without their own link use PCIe."""
+    """Returns the node's scale-up islands joined by its network; accelerators without their own link use PCIe."""
     link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
@@ -268,7 +268,7 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
 
 
 def alone(acc: Accelerator) -> Fabric:
-    """Return the fabric of a single accelerator, whose rates are never used."""
+    """Returns the fabric of a single accelerator, whose rates are never used."""
     island = assumed_efficiency(acc.generation).collectives
     assert island is not None
     return Fabric(1, 1e9, island, network_bytes_per_second=1e9, network=assumed_network())
@@ -283,11 +283,11 @@ PRESSURE_SHARE = 0.9
 
 
 def usable_bytes(where: ClusterSystem) -> float:
-    """Return the bytes of one device that tensors can use."""
+    """Returns the bytes of one device that tensors can use."""
     return where.memory_bytes - UNUSABLE_BYTES
 
 
 def under_pressure(seconds: Array, highest_bytes: Array, where: ClusterSystem) -> Array:
-    """Return step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
+    """Returns step seconds with the cost of an allocator that runs out: freeing cached blocks stops the device."""
     nearly_full = highest_bytes > PRESSURE_SHARE * usable_bytes(where)
     return seconds * np.where(nearly_full, where.engine.pressure_slowdown, 1.0)

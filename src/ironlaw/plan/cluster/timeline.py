@@ -66,7 +66,7 @@ class Times:
 
 
 def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
-    """Return the factors of a run on the seconds of each part of a block.
+    """Returns the factors of a run on the seconds of each part of a block.
 
     Without a fused kernel, attention is two batched matmuls with the slowdown of all matmuls.
     """
@@ -80,7 +80,7 @@ def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
 
 
 def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return how often a block's gradients are accumulated per micro-batch: by our trainer from the second one on, and
+    """Returns how often a block's gradients are accumulated per micro-batch: by our trainer from the second one on, and
     under ZeRO-3 into a rank's own part."""
     if engine.fused:
         return np.where(candidates.zero >= 3, 0.0, 1.0)
@@ -89,7 +89,7 @@ def accumulated_share(candidates: Candidates, engine: TrainingEngine) -> Array:
 
 
 def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array, weights: Array) -> Array:
-    """Return a pipeline's idle time over the time that the other stages spend on one micro-batch.
+    """Returns a pipeline's idle time over the time that the other stages spend on one micro-batch.
 
     forward, inputs, weights: seconds of a stage's forward pass, of the gradients of its inputs (for which the previous
     stage waits) and of its weights (for which no stage waits). With p equal stages and times F, B, W, the idle time is
@@ -151,7 +151,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
     ep_exposed = exchange - np.minimum(beside, forward + backward)
     kind = context_kinds(candidates, engine)
     # Megatron's selective recomputation repeats attention together with its exchange.
-    repeats = engine.repeats_attention_alone and not engine.widens_again(candidates.model)
+    repeats = engine.repeats_attention_alone and not engine.repeats_up_projections(candidates.model)
     repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
     cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of gathered tensors are scattered
     attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
@@ -168,7 +168,7 @@ def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slo
 
 
 def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
-    """Return the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
+    """Returns the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
 
     ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
@@ -180,7 +180,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, s
 
 
 def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
-    """Return the seconds that the host takes to launch a layer's kernels and collectives."""
+    """Returns the seconds that the host takes to launch a layer's kernels and collectives."""
     host_passes = 1 + engine.host_backward_ratio + candidates.recomputed_share
     unfused = (not candidates.flash) & (candidates.micro_batch * candidates.model.heads / candidates.tp % 4 != 0)
     kernels = engine.host_layer_seconds * host_passes * np.where(unfused, 1 + UNFUSED_SOFTMAX_LAUNCHES, 1.0)
@@ -192,21 +192,11 @@ def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) 
     return np.asarray(kernels + 2 * (2 + candidates.recomputed_share) * collective)
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """Seconds per micro-batch of the slowest stage and of all others together, and the contents of the slowest."""
-
-    slowest: Array
-    others: Array
-    host_excess: Array
-    count: Array  # layers
-    has_head: Array
-    has_embedding: Array
-
-
 def _stages(
     layer: _Layer, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array, message: Array
-) -> _Stages:
+) -> tuple[Array, ...]:
+    """Returns, per micro-batch, the seconds of the slowest stage, of all others together and of the slowest stage's
+    wait for its host; and the slowest stage's layers and whether it has the output layer and the embedding."""
     layers = stage_layers(candidates, engine.partition)
     # Every chunk of a rank beyond the first adds a receive and a send in each direction.
     host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
@@ -225,11 +215,11 @@ def _stages(
     slowest = np.maximum(np.maximum(first, last), np.where(candidates.pp > 2, middle, 0.0))
     others = np.where(candidates.pp > 1, first + last + (candidates.pp - 2) * middle, slowest) - slowest
     row = np.where(slowest == last, 2, np.where(slowest == first, 0, 1)), np.arange(len(candidates))
-    return _Stages(slowest, others, (longer - blocks - ends)[row], count[row], has_head[row], has_embedding[row])
+    return slowest, others, (longer - blocks - ends)[row], count[row], has_head[row], has_embedding[row]
 
 
 def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Times:
-    """Return the step time from its ingredients and the engine's constants."""
+    """Returns the step time from its ingredients and the engine's constants."""
     slow = {
         kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
         for kind, crosses in costs.crosses.items()
@@ -238,12 +228,13 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -
     head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
     embedding = costs.embedding * engine.streaming_traffic
     message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow["pp"]
-    stages = _stages(layer, candidates, engine, head_matmul + loss, embedding, message)
+    slowest, others, host_excess, count, has_head, has_embedding = _stages(
+        layer, candidates, engine, head_matmul + loss, embedding, message
+    )
     second_half = layer.device - layer.first_half - layer.weight_gradients
-    bubble = stages.others * bubble_share(
+    bubble = others * bubble_share(
         candidates.schedule, candidates.virtual_stages, layer.first_half, second_half, layer.weight_gradients
     )
-    count = stages.count
     window = count * (layer.backward + layer.again)  # the last micro-batch's backward, which hides gradient reduction
     reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
     reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
@@ -252,13 +243,13 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -
     offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
     optimizer = costs.optimizer * engine.optimizer_traffic
     host_step = np.full(len(candidates), engine.host_step_seconds)
-    m, heads = micro_batches * count, micro_batches * stages.has_head
-    small, steady = np.zeros(len(candidates)) + sum(costs.small_collectives.values()), micro_batches * stages.slowest
+    m, heads = micro_batches * count, micro_batches * has_head
+    small, steady = np.zeros(len(candidates)) + sum(costs.small_collectives.values()), micro_batches * slowest
     return Times(
         step_seconds=steady + small + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
         forward=m * layer.forward,
         backward=m * (layer.backward + layer.again),
-        host_excess=micro_batches * stages.host_excess,
+        host_excess=micro_batches * host_excess,
         bubble=bubble,
         tp_exposed=m * layer.tp_exposed,
         cp_exposed=m * layer.cp_exposed,
@@ -275,7 +266,7 @@ def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -
         heads=heads,
         head_matmul=heads * head_matmul,
         loss=heads * loss,
-        embedding=micro_batches * stages.has_embedding * embedding,
+        embedding=micro_batches * has_embedding * embedding,
     )
 
 

@@ -2,10 +2,10 @@
 
 
 def given(*options: tuple[object, str]) -> list[str]:
-    """Return the options whose condition holds."""
+    """Returns the options whose condition holds."""
     return [text for wanted, text in options if wanted]
 
 
 def first_reason(*reasons: tuple[object, str]) -> str | None:
-    """Return the first reason whose condition holds, or None."""
+    """Returns the first reason whose condition holds, or None."""
     return next(iter(given(*reasons)), None)

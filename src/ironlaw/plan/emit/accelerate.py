@@ -12,7 +12,7 @@ from ironlaw.workload.layout import Layout
 
 
 def deepspeed_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Return why DeepSpeed's JSON cannot express this layout, or None."""
+    """Returns why DeepSpeed's JSON cannot express this layout, or None."""
     return first_reason(
         (model.moe is not None,
          "DeepSpeed builds experts in the model's code (deepspeed.moe.layer.MoE), not in its JSON"),
@@ -62,7 +62,7 @@ def deepspeed_config(request: ClusterRequest, layout: Layout) -> tuple[str, list
 
 
 def accelerate_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Return why Accelerate's configuration cannot express this layout, or None."""
+    """Returns why Accelerate's configuration cannot express this layout, or None."""
     plain, zero, word = layout.tp == layout.pp == 1, layout.zero, layout.recompute.mode
     fsdp = plain and zero in (0, 2, 3) and not (zero == 0 and word == "full")
     megatron = not fsdp
@@ -145,7 +145,7 @@ def _megatron(layout: Layout, accumulation: int) -> dict[str, Any]:
 
 
 def _yaml(document: dict[str, Any], indent: str = "") -> str:
-    """Return nested mappings of plain scalars as YAML, which is all these files need."""
+    """Returns nested mappings of plain scalars as YAML, which is all these files need."""
     lines = []
     for key, value in document.items():
         if isinstance(value, dict):

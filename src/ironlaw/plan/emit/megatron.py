@@ -35,7 +35,7 @@ OPTIMIZER_FLAGS: dict[str, Flags] = {
 
 
 def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Return why Megatron-LM's flags cannot express this layout, or None."""
+    """Returns why Megatron-LM's flags cannot express this layout, or None."""
     chunk, every, zero = _chunk(model, layout), layout.recompute.stride, layout.zero
     uneven = fewer_layers_at_ends(model.layers, layout.pp * layout.virtual_stages) is None
     return (
@@ -57,7 +57,7 @@ def megatron_cannot(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def _positions_refused(model: ModelConfig) -> str | None:
-    """Return why no flags scale positions so, or None. Flags lack some YaRN numbers of `MLATransformerConfig`."""
+    """Returns why no flags scale positions so, or None. Flags lack some YaRN numbers of `MLATransformerConfig`."""
     scaling = model.rope_scaling
     if not scaling:
         return None
@@ -75,7 +75,7 @@ SWITCHES = {"sliding_window", "full_every", "full_first", "unrotated_every", "ro
 
 
 def _model_refused(model: ModelConfig) -> str | None:
-    """Return why no flags express the arithmetic of this family of models, or None."""
+    """Returns why no flags express the arithmetic of this family of models, or None."""
     biases = (model.has_qkv_bias, model.has_out_bias, model.has_ffn_bias)
     whole = biases in ((True, True, True), (False, False, False), (True, False, False))
     others = sorted(set(model.switched) - SWITCHES - {"out_bias", "ffn_bias"})
@@ -96,7 +96,7 @@ def _model_refused(model: ModelConfig) -> str | None:
 
 
 def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
-    """Return why Megatron core 0.16 would raise an error (`transformer_config.py`, `moe_layer.py`), or None."""
+    """Returns why Megatron core 0.16 would raise an error (`transformer_config.py`, `moe_layer.py`), or None."""
     moe = model.moe
     if moe is None:
         return None
@@ -114,15 +114,15 @@ def _experts_refused(layout: Layout, model: ModelConfig) -> str | None:
 
 
 def _chunk(model: ModelConfig, layout: Layout) -> int:
-    """Return the layers of a virtual stage that is not lighter than the others."""
+    """Returns the layers of a virtual stage that is not lighter than the others."""
     chunks = layout.pp * layout.virtual_stages
     return (model.layers + sum(fewer_layers_at_ends(model.layers, chunks) or (0, 0))) // chunks
 
 
 def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    """Return the flags, one `--flag value` per line, and notes."""
+    """Returns the flags, one `--flag value` per line, and notes."""
     # Name what selective recomputation repeats where the plan assumes something other than attention.
-    widens = layout.recompute.mode == "selective" and request.system.engine.widens_again(request.model)
+    widens = layout.recompute.mode == "selective" and request.system.engine.repeats_up_projections(request.model)
     flags = (
         _model_flags(request.model, request.sequence)
         | {
@@ -144,7 +144,7 @@ def megatron_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[
 
 
 def _narrow_flags(request: ClusterRequest, layout: Layout) -> Flags:
-    """Return the flag that stores weights in 8 or 4 bits, where the plan assumes that they are."""
+    """Returns the flag that stores weights in 8 or 4 bits, where the plan assumes that they are."""
     held = storage_by("transformer-engine", request.precision, request.cluster.accelerator.generation, True)
     stored = (
         number_format(request.precision).narrow
@@ -198,7 +198,7 @@ def _model_flags(model: ModelConfig, sequence: int) -> Flags:
 
 
 def _latent_flags(model: ModelConfig) -> Flags:
-    """Return the flags of latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
+    """Returns the flags of latent attention, whose narrow vectors have norms under `--qk-layernorm` only."""
     latent, scaling = model.latent, model.rope_scaling
     if latent is None:
         return {}
@@ -219,7 +219,7 @@ def _latent_flags(model: ModelConfig) -> Flags:
 
 
 def _expert_flags(model: ModelConfig, layout: Layout) -> Flags:
-    """Return the flags of experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
+    """Returns the flags of experts as Megatron core computes them: grouped products, rows exchanged by all-to-all."""
     moe = model.moe
     if moe is None:
         return {}

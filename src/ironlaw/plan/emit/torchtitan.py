@@ -7,7 +7,7 @@ from typing import Any
 import tomli_w
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.emit import first_reason
 from ironlaw.workload.layout import Layout
@@ -28,7 +28,7 @@ NARROW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
-    """Return the converters of linear layers and, where there are experts, of grouped products."""
+    """Returns the converters of linear layers and, where there are experts, of grouped products."""
     if precision not in NARROW:
         return {}
     kind, linear, of_experts = NARROW[precision]
@@ -37,7 +37,7 @@ def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
 
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
-    """Return why torchtitan's options cannot express this layout, or None."""
+    """Returns why torchtitan's options cannot express this layout, or None."""
     known = {"full_first", "full_every", "attention_sinks"} | ({"ffn_bias"} if model.moe and model.moe.bias else set())
     others, stages = sorted(set(model.switched) - known), layout.pp * layout.virtual_stages
     zero, tp, cp, ep, latent, experts = layout.zero, layout.tp, layout.cp, layout.ep, model.latent, model.moe
@@ -74,7 +74,7 @@ FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v
 
 
 def _flavor(model: ModelConfig) -> str | None:
-    """Return the flavor with these dimensions, or None; torchtitan derives the range of positions from the sequence."""
+    """Returns the flavor with these dimensions, or None; torchtitan derives the positions' range from the sequence."""
     free = {"name", "context", "rope_scaling", "dropout"}
     for flavor, name in FLAVORS.items():
         known = ModelConfig.named(name)
@@ -166,7 +166,7 @@ def _recomputation(layout: Layout) -> dict[str, Any]:
 
 
 def _options(document: dict[str, Any], layout: Layout) -> list[str]:
-    """Return command-line options of 0.3; none if it lacks an option that 0.2 had. Its config sets the optimizer."""
+    """Returns command-line options of 0.3; none if it lacks an option that 0.2 had. Its config sets the optimizer."""
     gone = layout.recompute.mode == "every" or layout.cp_kind == "ring" or "quantize" in document
     if gone or document["optimizer"]["name"] != "AdamW":
         return []

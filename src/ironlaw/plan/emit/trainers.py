@@ -41,13 +41,13 @@ class TrainerOptions:
     write: Callable[[ClusterRequest, Layout], tuple[str, list[str]]]  # returns the text and notes on it
 
     def cannot(self, layout: Layout, model: ModelConfig, optimizer: str = "adamw") -> str | None:
-        """Return why the options cannot express the layout of this model with this optimizer, or None."""
+        """Returns why the options cannot express the layout of this model with this optimizer, or None."""
         if self.name == "megatron" and optimizer == "muon" and layout.zero >= 2:
             return "its FSDP has the optimizers adam and sgd only: use zero=0 or 1"
         return self.excludes(layout, model)
 
     def check(self, request: ClusterRequest, layout: Layout | None) -> None:
-        """Raise UserError if the options cannot express the precision, the optimizer, the hardware or the layout."""
+        """Raises UserError if the options cannot express the precision, the optimizer, the hardware or the layout."""
         if request.cluster.accelerator.vendor == "google":
             raise UserError(f"options of {self.name} are written for GPUs: leave --emit out on a TPU")
         for kind, word, known in (
@@ -68,7 +68,7 @@ def trainer_named(name: str) -> TrainerOptions:
 
 
 def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
-    """Return the options of trainer `name`. Raises UserError if they cannot express this layout."""
+    """Returns the options of trainer `name`. Raises UserError if they cannot express this layout."""
     trainer = trainer_named(name)
     trainer.check(request, layout)
     text, notes = trainer.write(request, layout)
@@ -76,7 +76,7 @@ def emit(name: str, request: ClusterRequest, layout: Layout) -> dict[str, Any]:
 
 
 def ironlaw_config(request: ClusterRequest, layout: Layout) -> tuple[str, list[str]]:
-    """Return a config file of our own trainer, and notes."""
+    """Returns a config file of our own trainer, and notes."""
     document: dict[str, Any] = {
         "model": request.model.model_dump(mode="json", exclude_defaults=True, exclude_none=True),
         "train": {

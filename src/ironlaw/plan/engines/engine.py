@@ -18,7 +18,7 @@ from ironlaw.workload.sizes import Size
 
 
 def constant(default: Any, unit: str, meaning: str) -> Any:
-    """Return a field with its unit and meaning, for data files, calibrated profiles and docs/accuracy.md."""
+    """Returns a field with its unit and meaning, for data files, calibrated profiles and docs/accuracy.md."""
     return field(default=default, metadata={"unit": unit, "meaning": meaning})
 
 
@@ -134,15 +134,15 @@ class TrainingEngine(Conventions):
         return (0.0, 1.0) if alone else (self.selective_matmul_share, self.selective_attention_share)
 
     def reduces_in_pieces(self, zero: Size, pp: Size) -> Size:
-        """Return whether gradients are reduced with every micro-batch, not once a step."""
+        """Returns whether gradients are reduced with every micro-batch, not once a step."""
         return (zero >= 2) & ((pp == 1) | (not self.pipeline_keeps))
 
-    def widens_again(self, model: ModelConfig) -> bool:
-        """Return whether selective recomputation repeats latent attention's up-projections, not attention."""
+    def repeats_up_projections(self, model: ModelConfig) -> bool:
+        """Returns whether selective recomputation repeats latent attention's up-projections, not attention."""
         return self.selective_widens and model.latent is not None
 
     def computing_in(self, precision: str, generation: str = "") -> TrainingEngine:
-        """Return the conventions of a run in this precision: fp32 and tf32 keep one copy of each tensor, in 4 bytes."""
+        """Returns the conventions of a run in this precision: fp32 and tf32 keep one 4-byte copy of each tensor."""
         if number_format(precision).narrow:
             held = storage_by(self.low_precision, precision, generation, self.narrow_parameters)
             recipe = self.recipe(precision)
@@ -159,11 +159,11 @@ class TrainingEngine(Conventions):
         )  # fmt: skip
 
     def recipe(self, precision: str) -> PrecisionRecipe | None:
-        """Return our own trainer's recipe: which linear layers use this precision, and how; None if all do."""
+        """Returns our own trainer's recipe: which linear layers use this precision, and how; None if all do."""
         return None if self.fused else precision_recipe(precision)
 
     def on(self, generation: str) -> TrainingEngine:
-        """Return the constants on one accelerator generation."""
+        """Returns the constants on one accelerator generation."""
         values: dict[str, Any] = dict(self.by_generation.get(generation, {}))
         return replace(self, **values)
 

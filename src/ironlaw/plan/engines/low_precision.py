@@ -47,7 +47,7 @@ LIBRARIES = ("transformer-engine", "torchao", "")
 
 
 def casts_by(library: str, precision: str, generation: str) -> Casts:
-    """Return the bytes per element moved by casts to this precision; none for more than 8 bits."""
+    """Returns the bytes per element moved by casts to this precision; none for more than 8 bits."""
     if not number_format(precision).narrow:
         return Casts()
     width = number_format(precision).bytes_per_element()
@@ -62,7 +62,7 @@ def casts_by(library: str, precision: str, generation: str) -> Casts:
 
 
 def storage_by(library: str, precision: str, generation: str, narrow_parameters: bool) -> LinearStorage:
-    """Return the storage under this precision; that of bf16 for more than 8 bits or an unknown library."""
+    """Returns the storage under this precision; that of bf16 for more than 8 bits or an unknown library."""
     if not number_format(precision).narrow:
         return LinearStorage()
     if library not in LIBRARIES[:2]:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ironlaw.errors import LARGEST, UserError, did_you_mean
+from ironlaw.errors import MAX_INTEGER, UserError, did_you_mean
 from ironlaw.files import cache_folder, read_toml
 from ironlaw.plan.engines.engine import TrainingEngine
 
@@ -26,12 +26,12 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @lru_cache(maxsize=1)
 def engines() -> dict[str, TrainingEngine]:
-    """Return all shipped engines by name."""
+    """Returns all shipped engines by name."""
     return {path.stem: _loaded(path.stem, path) for path in sorted(_FOLDER.glob("*.toml"))}
 
 
 def engine(name: str) -> TrainingEngine:
-    """Return a shipped engine, or one that `ironlaw calibrate` saved under this name."""
+    """Returns a shipped engine, or one that `ironlaw calibrate` saved under this name."""
     if name in engines():
         return engines()[name]
     own = own_profiles()
@@ -41,7 +41,7 @@ def engine(name: str) -> TrainingEngine:
 
 
 def engine_of_framework(framework: str, attention: str = "flash") -> TrainingEngine:
-    """Return the engine of a framework's name as users write it: the longest name that an engine lists.
+    """Returns the engine of a framework's name as users write it: the longest name that an engine lists.
 
     A listed name at the start takes precedence over one at a later word, as in "NVIDIA NeMo" or "ROCm (Megatron-LM)".
     Megatron-LM is two engines: before and after fused attention.
@@ -65,7 +65,7 @@ def profile_folder() -> Path:
 
 
 def profile_path(name: str) -> Path:
-    """Return a profile's path. Raises UserError if the name cannot be a file's or belongs to a shipped engine."""
+    """Returns a profile's path. Raises UserError if the name cannot be a file's or belongs to a shipped engine."""
     if not _NAME.fullmatch(name):
         raise UserError(f"'{name}' cannot name a profile: use letters, digits, '.', '_' and '-'")
     if name in engines():
@@ -74,7 +74,7 @@ def profile_path(name: str) -> Path:
 
 
 def _loaded(name: str, path: Path, **fixed: Any) -> TrainingEngine:
-    """Return the engine of a file. Raises UserError for an unknown key, and for a value of another kind."""
+    """Returns the engine of a file. Raises UserError for an unknown key, and for a value of another kind."""
     try:
         data: dict[str, Any] = read_toml(path)
     except (OSError, UserError) as error:
@@ -93,7 +93,7 @@ def _check(table: dict[str, Any], path: Path) -> None:
             raise UserError(f"{path}: unknown key '{key}': {did_you_mean(key, kinds)}")
         kind = kinds[key]
         if kind in (int, float):  # times, bytes and ratios: none is negative
-            fine = type(value) in (int, kind) and 0 <= value < LARGEST
+            fine = type(value) in (int, kind) and 0 <= value < MAX_INTEGER
         elif kind is tuple:
             fine = isinstance(value, list) and all(isinstance(word, str) for word in value)
         else:

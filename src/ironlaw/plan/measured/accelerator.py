@@ -16,8 +16,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, closest
 from ironlaw.files import read_toml
-from ironlaw.model.latent_config import LatentConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import LatentConfig, MoEConfig
 
 IN_RACK = {"b200-sxm": "gb200", "b300": "gb300"}
 """Chips of nodes of eight, and their names in a rack of 72, where they have more power, another clock and an Arm
@@ -29,7 +28,7 @@ PACKAGES = {"mi250x": ("mi250x-gcd", 4)}
 
 
 def accelerator_of(cell: str, per_node: int | None = None) -> tuple[Accelerator, str]:
-    """Return the accelerator and a note of what was assumed. Raises the catalogue's UserError if none is similar."""
+    """Returns the accelerator and a note of what was assumed. Raises the catalogue's UserError if none is similar."""
     name, difference = closest(cell)
     die, packages = PACKAGES.get(name, (name, None))
     if name != die and per_node != packages:
@@ -41,7 +40,7 @@ def accelerator_of(cell: str, per_node: int | None = None) -> tuple[Accelerator,
 
 
 def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
-    """Return the rack variant of the accelerator and a note, if the description of the network names a rack."""
+    """Returns the rack variant of the accelerator and a note, if the description of the network names a rack."""
     name = IN_RACK.get(acc.name)
     rack = re.search(r"nvl\s*(?:36|72)\b", interconnect, re.IGNORECASE)
     if name is None or rack is None:
@@ -50,15 +49,15 @@ def in_rack(acc: Accelerator, interconnect: str) -> tuple[Accelerator, str]:
 
 
 def named_experts(model: str, hidden: int, layers: int) -> tuple[str, dict[str, Any]] | None:
-    """Return the longest known name contained in `model` with this hidden size, and the ModelConfig fields that follow:
+    """Returns the longest known name contained in `model` with this hidden size, and the fields of ModelConfig:
     `moe` and, where unusual, `latent`, `head_size` and the `ffn` of layers without experts. None if there is none.
     """
-    said = _plain(model)
+    words = _plain(model)
     fitting = [
         (len(_plain(word)), name)
         for name, entry in _table().items()
         for word in (name, *entry.get("also", ()))
-        if _plain(word) in said and entry["hidden"] == hidden
+        if _plain(word) in words and entry["hidden"] == hidden
     ]
     if not fitting:
         return None
@@ -84,5 +83,5 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def _plain(name: str) -> str:
-    """Return letters and digits only, as people write Mixtral-8x7B, mixtral_8x7b and Mixtral 8x7B."""
+    """Returns letters and digits only, as people write Mixtral-8x7B, mixtral_8x7b and Mixtral 8x7B."""
     return re.sub(r"[^a-z0-9]", "", name.lower())

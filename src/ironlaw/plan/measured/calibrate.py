@@ -1,4 +1,4 @@
-"""Fit the physical constants of an engine on a cluster to a few ordinary step times.
+"""Fits the physical constants of an engine on a cluster to a few ordinary step times.
 
     found = calibrate(runs, "my-cluster")
     found.engine, found.constants, found.error_left_out
@@ -134,7 +134,7 @@ class _Block:
 
 
 def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = None) -> Calibration:
-    """Fit the constants of `start` (or the engine of the runs) to the step times of `runs`."""
+    """Fits the constants of `start` (or the engine of the runs) to the step times of `runs`."""
     usable = [r for r in runs if r.ran and r.step_seconds and "time" in r.checks]
     known, rejected = plannable(usable)
     if len(known) < MIN_RUNS:
@@ -177,7 +177,7 @@ def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = Non
 
 
 def the_engine(runs: Sequence[Run]) -> TrainingEngine:
-    """Return the engine of all runs. Raises UserError for several: one calibration cannot fit the constants of two."""
+    """Returns the engine of all runs. Raises UserError for several: one calibration cannot fit the constants of two."""
     names = sorted({run.engine.name for run in runs})
     if len(names) > 1:
         raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
@@ -189,7 +189,7 @@ def _robust_mean(errors: Array) -> float:
 
 
 def _without(engine: TrainingEngine, generations: set[str]) -> dict[str, dict[str, float]]:
-    """Return the overrides per generation without those that the calibrated values replace."""
+    """Returns the overrides per generation without those that the calibrated values replace."""
     fitted = {c.name for c in CONSTANTS}
     kept = {
         generation: {k: v for k, v in entries.items() if not (generation in generations and k in fitted)}
@@ -223,7 +223,7 @@ class _Problem:
         self.precision = self._precision()
 
     def _precision(self) -> Array:
-        """Return the precision of each constant's prior: larger where few runs determine the constant.
+        """Returns the precision of each constant's prior: larger where few runs determine the constant.
 
         Their effective number is Kish's: (sum s)^2 / sum s^2, with s the squared sensitivity of a run's time.
         """
@@ -245,7 +245,7 @@ class _Problem:
         return {c.name: float(v) for c, v in zip(CONSTANTS, values, strict=True)}
 
     def log_errors(self, x: Array) -> Array:
-        """Return ln(planned / measured) of every run."""
+        """Returns ln(planned / measured) of every run."""
         constants: dict[str, Any] = dict(self.values(x))
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
@@ -254,7 +254,7 @@ class _Problem:
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:
-        """Return the absolute relative error of every run."""
+        """Returns the absolute relative error of every run."""
         return np.asarray(np.abs(np.exp(self.log_errors(x)) - 1))
 
     def jacobian(self, x: Array, at: Array) -> Array:
@@ -267,7 +267,7 @@ class _Problem:
         return np.stack(columns, axis=1)
 
     def minimum(self, x: Array, weights: Array, rounds: int = 20) -> Array:
-        """Return the most probable constants within the bounds, by Levenberg-Marquardt with Huber weights."""
+        """Returns the most probable constants within the bounds, by Levenberg-Marquardt with Huber weights."""
 
         def cost(errors: Array, x: Array) -> float:
             size = np.abs(errors) / self.noise
@@ -301,14 +301,14 @@ class _Problem:
         return x
 
     def posterior(self, x: Array) -> Array:
-        """Return each constant's posterior over prior standard deviation, by curvature at `x`; 1: nothing learned."""
+        """Returns each constant's posterior over prior standard deviation, by curvature at `x`; 1: nothing learned."""
         jacobian = self.jacobian(x, self.log_errors(x)) / self.noise
         covariance = np.linalg.inv(jacobian.T @ jacobian + np.diag(self.precision))
         return np.asarray(np.sqrt(np.diag(covariance) * self.precision))
 
 
 def save_profile(name: str, found: Calibration, runs: str) -> Path:
-    """Write the calibrated engine as a TOML profile, replacing any profile of that name, and return its path."""
+    """Writes the calibrated engine as a TOML profile, replacing any profile of that name, and returns its path."""
     path, engine, plain = profile_path(name), found.engine, TrainingEngine("")
     basis = f"{found.runs} runs of {Path(runs).name}"
     document: dict[str, Any] = {"source": f"calibrated on {basis}"}

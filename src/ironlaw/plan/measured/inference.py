@@ -29,7 +29,7 @@ from ironlaw.catalog.formats import stored_format
 from ironlaw.catalog.models import is_model
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.candidates import plain_model
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.parsing import Cells, Row, read_table

@@ -8,57 +8,60 @@ For rows of measured runs (`interconnect`, `per_node`) and for `ironlaw plan --n
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ironlaw.catalog.figures import Figure
 from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError, shortened
 
-FABRICS = {
-    "infiniband": "ib infiniband fdr edr hdr ndr xdr quantum opa omni omnipath",
-    "efa": "efa efav",
-    "roce": "roce rocev spectrum ethernet gbe",
-    "tcpx": "tcp tcpx tcpxo fastrak",
-    "slingshot": "slingshot",
-    "ici": "ici",
-}
-FABRIC_OF_WORD = {word: fabric for fabric, words in FABRICS.items() for word in words.split()}
-"""Words of a description, and the kind of network that each means."""
+FABRIC_WORDS = {
+    "efa": "efa", "efav": "efa", "roce": "roce", "rocev": "roce", "ethernet": "roce", "gbe": "roce", "tcp": "tcpx",
+    "tcpx": "tcpx", "tcpxo": "tcpx", "fastrak": "tcpx", "ib": "infiniband", "infiniband": "infiniband",
+    "edr": "infiniband", "hdr": "infiniband", "ndr": "infiniband", "xdr": "infiniband", "quantum": "infiniband",
+    "slingshot": "slingshot", "ici": "ici", "rdma": "infiniband", "connectx": "infiniband", "cx": "infiniband",
+    "nic": "infiniband", "nics": "infiniband", "hca": "infiniband", "hcas": "infiniband",
+    "bluefield": "infiniband", "spectrum": "roce",
+    "opa": "infiniband", "omni": "infiniband", "omnipath": "infiniband", "fdr": "infiniband",
+}  # fmt: skip
+"""Words of an `interconnect` column, and the kind of network each means."""
 
 PLAIN = {"ethernet", "gbe", "tcp"}
 """Words that may also mean a node's link to the rest of the data centre: any other kind in the text is preferred."""
 
-CARD = re.compile(r"\b(?:nics?|hcas?|rdma|connectx|cx\d*|bluefield)\b|\d\s?x\s*\d+\s*[tgm]", re.IGNORECASE)
-"""A network whose kind is not named: network cards, or a number of ports with a rate."""
+CARDS = {"bluefield", "rdma", "connectx", "cx", "nic", "nics", "hca", "hcas"}
+"""Words that imply no kind of network: any other word overrides them."""
 
-PORT_GBITS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "omni": 100, "omnipath": 100}
+NAMED_GBITS = {"fdr": 56, "edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "opa": 100, "omni": 100, "omnipath": 100}
 """Gbit/s of one port of an InfiniBand generation or of Omni-Path, where only the name is given."""
 
-ACCELERATOR_GBITS = {"tcpxo": 200, "fastrak": 200, "tcpx": 100}
-"""Gbit/s per accelerator of networks of one kind of instance (Google Cloud's A3 Mega and A3 High), likewise."""
+GBITS_PER_ACCELERATOR = {"tcpxo": 200, "fastrak": 200, "tcpx": 100}
+"""Gbit/s of networks of one kind of instance (Google Cloud's A3 Mega and A3 High), where only the name is given."""
 
 FASTEST_PORT = 800e9  # bit/s: XDR, and Ethernet of 2025
 MIN_BITS, MAX_BITS = 1e9, 1e14  # bit/s: bounds of the total that a description of a node may give
 
-_COUNTS = (
-    re.compile(r"(?<![\d.])(\d{1,2})x\s", re.IGNORECASE),  # 8x 400G
-    re.compile(  # 8 HDR ports
-        r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
-        r"(?:nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
-        re.IGNORECASE,
-    ),
-    re.compile(r"[x×*]\s*(\d{1,2})\b(?!\.\d|\s*[TGM])", re.IGNORECASE),  # HDR200 x4; not the 25 of x 25G
+_NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
+_COUNT = re.compile(r"(?<![\d.])(\d{1,2})\s*(?:x|×|\*)\s*", re.IGNORECASE)  # not the 200 of `HDR200 x4`
+_PORTS = re.compile(
+    r"(\d+)\s*(?:(?:omni-?path|opa|ib|infiniband|[fehnx]dr)\s*)?"
+    r"(nics?|rails?|ports?|hcas?|cards?|adapters?|links?|per\s*node)\b",
+    re.IGNORECASE,
 )
+_COUNT_BEHIND = re.compile(
+    r"(?:s|[a-z]it|\b[a-z]|[a-z]\s+|\d{3}\s*)[x×*]\s*(\d{1,2})\b(?!\.\d|\s*[TGM](?:b|\b))", re.IGNORECASE
+)
+_DENIED = re.compile(r"\b(?:no|without)\s+\w+|(?:\d+/)+(?=\d+\s*[TG])", re.IGNORECASE)
+"""Networks that a node lacks, and the slower rates of a port: in `10/25GbE` the 25 counts."""
+
+_PORTS_OF_A_RATE = re.compile(rf"\d+\s*x\s*{_NUMBER}\s*[TG](?:\b|b?ps|bit|bE|b/s)", re.IGNORECASE)
+_WORD_COUNT = {"one": 1, "single": 1, "dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8, "octo": 8}
 _RATE = re.compile(
-    r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*-?([TGM])(?:iga|era)?(i?b(?:it|yte)?s?)?(?:/\s*s(?:ec)?|ps)?e?\b", re.IGNORECASE
+    rf"(?P<rate>{_NUMBER})\s*-?(?P<unit>[TGM](?:i?[bB](?:(?:it|yte)s?)?)?(?:\s*/\s*s(?:ec)?|\s*ps)?(?:[eE]\b)?\b)?",
+    re.IGNORECASE,
 )
-_NUMBER_OF_KIND = re.compile(
-    r"(?:ib|infiniband|[fehnx]dr|omni-?path|opa|efa(?:v\d)?|roce(?:v\d)?)[\s-]*(\d{2,4})(?!\d)", re.IGNORECASE
-)
-_COUNT_WORDS = {"one": 1, "single": 1, "dual": 2, "two": 2, "quad": 4, "four": 4, "eight": 8}
-_RATIO = re.compile(r"(?<![\d:])(\d+(?:\.\d+)?)\s*:\s*(\d+(?:\.\d+)?)(?![\d:])")
+_RATIO = re.compile(rf"(?<![\d:])({_NUMBER})\s*:\s*({_NUMBER})(?![\d:])", re.IGNORECASE)
 _SIGN = re.compile(r"(?:^|[\s(=:,;*×]|\dx\s?)[-−]\d", re.IGNORECASE)
 _INSIDE = re.compile(
     r"nvlink|nvswitch|nvl\s*\d|xgmi|infinity fabric|pci|c2c|hbm|in[\s-]*node|intra|within|chip[\s-]*to", re.IGNORECASE
@@ -69,9 +72,13 @@ _OTHERS = re.compile(
     re.IGNORECASE,
 )
 _COMPUTE = re.compile(r"comput|back[\s-]?end|east|scale[\s-]?out|training|gpu\s?direct|\bgdr", re.IGNORECASE)
-_PER_ACCELERATOR = re.compile(r"(?:per[\s-]*|/\s*)(?:gpu|accelerator|chip|device)", re.IGNORECASE)
-_PER_PORT = re.compile(r"(?:per[\s-]*|/\s*)(?:port|nic|rail|card|hca|adapter|link)|each", re.IGNORECASE)
-_OF_NODE = re.compile(r"node|server|instance|total|aggregate|per[\s-]*(?:vm|host|machine)", re.IGNORECASE)
+_VERSIONS = re.compile(
+    r"(nvlink|nvl|efa\s*v|roce\s*v?|connectx|\bcx|slingshot|quantum|spectrum|bluefield|pcie\s*(?:gen)?|gen)[\s-]*\d+"
+    r"(?![\d.]*\s*(?:g|x))|"
+    r"\b(?:gb|gh|h|a|b|v|mi|l|p|dgx|hgx|tpu|gaudi|p\d+[a-z]*)[\s-]*\d{1,4}[a-z]*(?:\.\w+)?\b(?!\s*g)",
+    re.IGNORECASE,
+)
+"""Names with digits that are not rates, such as `NVLink4`, `EFAv2`, `ConnectX-7` and `H100`."""
 
 
 def resized(usual: Node, accelerators: int) -> Node:
@@ -99,10 +106,16 @@ def resized(usual: Node, accelerators: int) -> Node:
 class _Network:
     """One network of a description. `bits`: bit/s of all its ports on a node, None where no rate is named."""
 
-    rank: int  # 2: described as for computing; 1: purpose not given; 0: for something else
-    is_kind: bool  # more than Ethernet is named
-    bits: float | None
     fabric: str
+    bits: float | None
+    plain: bool  # only described as Ethernet
+    rank: int  # 2: described as for computing; 1: purpose not given; 0: for something else
+    counted: bool  # the number of ports is given
+
+    @property
+    def cards_only(self) -> bool:
+        """Whether it gives a number of cards but no rate, which may be in the next clause."""
+        return self.bits is None and self.counted
 
 
 def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
@@ -117,17 +130,23 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
     """
     if len(interconnect) > 500:
         raise UserError(f"network '{shortened(interconnect)}' is too long: write for example 8x 200 Gb/s RoCE")
-    text = re.sub(r"\b(?:no|without)\s+\w+", " ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
+    text = _DENIED.sub(" ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
     text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` means four HDR ports
-    text = re.sub(rf"(?i)\b({'|'.join(_COUNT_WORDS)})\b", lambda word: f"{_COUNT_WORDS[word[0].lower()]}x ", text)
     if _SIGN.search(text):
         raise UserError(f"network '{interconnect}': a count or a rate is above 0")
-    for up, down in _RATIO.findall(text):
-        if not float(down) or not float(up):
+    for ratio in _RATIO.findall(text):
+        up, down = float(ratio[0]), float(ratio[1])
+        if not 0 < down < math.inf or not 0 < up < math.inf:
             raise UserError(f"network '{interconnect}': write how oversubscribed it is as 2:1")
-        usual = replace(usual, oversubscription=max(float(up) / float(down), 1.0))
-    found = [_network(part, usual, interconnect) for part in _parts(_RATIO.sub(" ", text))]
-    best = max((n for n in found if n), key=lambda n: (n.rank, n.is_kind, n.bits or 0.0), default=None)
+        usual = replace(usual, oversubscription=max(up / down, 1.0))
+    found = _networks(_RATIO.sub(" ", text), usual, interconnect)
+    known = [network for network in found if network.bits is not None]
+    best = max(known, key=lambda n: (n.rank, n.bits or 0.0), default=None)
+    kinds = [network for network in found if not network.plain and network.rank]
+    if kinds and (best is None or best.plain or best.rank < max(n.rank for n in kinds)):
+        best = max(kinds, key=lambda n: (n.rank, n.bits or 0.0))
+    if best is None and found:
+        best = found[0]
     words = interconnect.strip()[:80]
     if best is None or best.rank == 0:
         return usual, f"network = that of {usual.name} ('{words}' names none)" if words else ""
@@ -139,58 +158,97 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
     return replace(usual, name=name, fabric=best.fabric, nics=Figure(1, "sum of all"), nic_bytes_per_second=total), ""
 
 
-def _parts(text: str) -> Iterator[str]:
-    """Yield the description of each network: clauses, joined until both have a rate, or both a kind."""
-    part = ""
+def _networks(text: str, usual: Node, whole: str) -> list[_Network]:
+    """Return the networks of a description; one may span clauses, as in `8x ConnectX-7, 400 Gb/s InfiniBand`."""
+    found: list[_Network] = []
+    before = last = ""
     for clause in re.split(r"[;+,&|\n]|\band\b|\bplus\b|\bwith\b", text):
-        if _INSIDE.search(clause):
+        joined = f"{before} {clause}" if before else clause
+        network = _network(joined, usual, whole)
+        if network and network.cards_only and network.rank and found and found[-1].bits and not found[-1].counted:
+            found[-1] = _network(f"{clause} {last}", usual, whole) or found[-1]  # ports of the network named before
             continue
-        (rate, kinds), (more, others) = ((_rate(some), _kinds(some)) for some in (part, clause))
-        if (rate and more) or (kinds and others):
-            yield part
-            part = clause
-        else:
-            part += f" {clause}"
-    yield part
+        last = joined
+        waits = network is not None and (network.cards_only or (network.bits is None and not network.plain))
+        before = joined if waits else ""
+        if found and before != joined and joined != clause and network is not None:
+            found.pop()  # the clause before was the beginning of this network
+        if network is not None:
+            found.append(network)
+    return found
 
 
-def _kinds(text: str) -> list[str]:
-    """Return the words that name a kind of network, plain Ethernet last."""
-    words = re.findall(r"[a-z]+", text.lower())
-    return sorted((word for word in words if word in FABRIC_OF_WORD), key=lambda word: word in PLAIN)
-
-
-def _rate(text: str) -> float | None:
-    """Return the bit/s that a text names: a number with a unit, one beside a kind, or the port of a generation."""
-    if match := _RATE.search(text):
-        rate, unit = float(match[1]) * {"t": 1e12, "g": 1e9, "m": 1e6}[match[2].lower()], match[3] or ""
-        is_bytes = ("B" in unit or "byte" in unit.lower()) and not match[0].lower().endswith("e")
-        # No port is faster than FASTEST_PORT: bits were meant.
-        return 8 * rate if is_bytes and (8 * rate <= FASTEST_PORT or _OF_NODE.search(text)) else rate
-    if match := _NUMBER_OF_KIND.search(text):
-        return float(match[1]) * 1e9
-    return next((PORT_GBITS[word] * 1e9 for word in _kinds(text) if word in PORT_GBITS), None)
-
-
-def _network(part: str, usual: Node, interconnect: str) -> _Network | None:
-    kinds, bits = _kinds(part), _rate(part)
-    if not kinds and not CARD.search(part):
+def _network(clause: str, usual: Node, whole: str) -> _Network | None:
+    if _INSIDE.search(clause):
         return None
-    rank = 0 if _OTHERS.search(part) else 2 if _COMPUTE.search(part) else 1
-    kind = kinds[0] if kinds else ""
-    fabric, is_kind = FABRIC_OF_WORD.get(kind, usual.fabric), kind not in PLAIN
-    per_accelerator = bool(_PER_ACCELERATOR.search(part))
-    count = next((int(match[1]) for pattern in _COUNTS if (match := pattern.search(part))), None)
-    if bits is None and kind in ACCELERATOR_GBITS:
-        bits, per_accelerator = ACCELERATOR_GBITS[kind] * 1e9, True
-    if bits is None or ("gbe" in kinds and is_kind):  # `100GbE InfiniBand`: the rate is that of another port
-        return _Network(rank, is_kind, None, fabric)
-    one_port = is_kind and kind not in ("efa", "efav") and bits <= FASTEST_PORT / 2 and not _OF_NODE.search(part)
+    words = re.findall(r"[a-z]+", clause.lower())
+    kinds = [word for word in words if word in FABRIC_WORDS]
+    if not kinds and not _PORTS_OF_A_RATE.search(clause):
+        return None
+    telling = sorted(kinds, key=lambda word: 2 * (word in CARDS) + (word in PLAIN))
+    rank = 0 if _OTHERS.search(clause) else 2 if _COMPUTE.search(clause) else 1
+    telling = telling or ["nic"]
+    bits, counted = _bits_per_second(clause, words, telling[0], usual, whole)
+    if not kinds:
+        return _Network(usual.fabric, bits, False, rank, counted)
+    fabric, plain = FABRIC_WORDS[telling[0]], telling[0] in PLAIN
+    if PLAIN & set(words) and not plain and telling[0] not in CARDS and bits is not None and not counted:
+        # `100GbE InfiniBand`: the rate belongs to another port than the kind.
+        bits = None if "gbe" in words else bits
+    if telling[0] in CARDS and PLAIN & set(words):
+        fabric, plain = "roce", not counted
+    return _Network(fabric, bits, plain, rank, counted)
+
+
+def _bits_per_second(
+    clause: str, words: list[str], kind: str, usual: Node, whole: str
+) -> tuple[float | None, bool]:  # fmt: skip
+    """Return the rate of one clause over all ports of a node (None if not named), and whether it counts ports."""
+    plain = _VERSIONS.sub(" ", clause)
+    counts = [int(number) for number in _COUNT.findall(plain)[:1]] or [int(n) for n, _ in _PORTS.findall(plain)[:1]]
+    counts = counts or [int(number) for number in _COUNT_BEHIND.findall(plain)[:1]]
+    counts = counts or [_WORD_COUNT[word] for word in words if word in _WORD_COUNT][:1]
+    ports = counts[0] if counts else 1
+    rest = _PORTS.sub(" ", _COUNT.sub(" ", plain, count=1))
+    one = None
+    for match in _RATE.finditer(rest):
+        rate, unit = float(match["rate"]), match["unit"] or ""
+        if unit or rate >= 10:
+            one = rate * _unit(unit, rate, words)
+            if counts and "B" in unit and one > FASTEST_PORT:
+                one /= 8  # no port is that fast: bits were meant
+            break
+    per_accelerator = re.search(r"per[\s-]*(gpu|accelerator|chip|device)|/\s*(gpu|chip|accelerator)", clause, re.I)
+    if one is None and kind in GBITS_PER_ACCELERATOR:
+        one, per_accelerator = GBITS_PER_ACCELERATOR[kind] * 1e9, re.match("", "")
+    if one is None:
+        one = next((NAMED_GBITS[word] * 1e9 for word in words if word in NAMED_GBITS), None)
+    if one is None:
+        return None, bool(counts)
+    bits = one * ports
     if per_accelerator:
-        count = (count or 1) * usual.accelerators
-    elif count is None and (one_port or _PER_PORT.search(part)):
-        count = int(usual.nics.value) if usual.nics else 1
-    bits *= 1 if count is None else count
+        bits *= usual.accelerators
+    elif not counts and _of_one_port(clause, one, kind):
+        bits *= usual.nics.value if usual.nics else 1
     if not MIN_BITS <= bits <= MAX_BITS:
-        raise UserError(f"network '{interconnect}': a node sends {MIN_BITS / 1e9:g} Gb/s to {MAX_BITS / 1e12:g} Tb/s")
-    return _Network(rank, is_kind, bits, fabric)
+        raise UserError(f"network '{whole}': a node sends {MIN_BITS / 1e9:g} Gb/s to {MAX_BITS / 1e12:g} Tb/s")
+    return bits, bool(counts)
+
+
+def _unit(unit: str, rate: float, words: list[str]) -> float:
+    """Return the bit/s of one unit. A capital B is a byte, unless a named port could not be that fast."""
+    factor = {"t": 1e12, "g": 1e9, "m": 1e6, "": 1e9}[unit[:1].lower()]
+    spelled = unit.lower()
+    byte = "byte" in spelled or ("B" in unit[1:] and "bit" not in spelled and not re.search(r"[eE]$", unit))
+    if byte and "byte" not in spelled and any(word in NAMED_GBITS for word in words):
+        byte = rate * factor * 8 <= max(NAMED_GBITS[word] * 1e9 for word in words if word in NAMED_GBITS)
+    return factor * 8 if byte else factor
+
+
+def _of_one_port(clause: str, bits: float, kind: str) -> bool:
+    """Return whether a rate is that of one port: `InfiniBand HDR`, `400G RoCE`; not `800 Gb/s per node`, plain Ethernet
+    or EFA, whose instances are sold by the total."""
+    if re.search(r"per[\s-]*(port|nic|rail|card|hca|adapter|link)|each|/\s*(port|nic)", clause, re.IGNORECASE):
+        return True
+    of_all = re.search(r"node|server|instance|total|aggregate|per[\s-]*(vm|host|machine)", clause.lower())
+    return not of_all and kind not in PLAIN and kind not in ("efa", "efav") and bits <= FASTEST_PORT / 2

@@ -22,8 +22,8 @@ Number = TypeVar("Number", int, float)
 Row = Mapping[str, str]
 
 UNKNOWN = {"", "nan", "null", "n/a", "na", "-", "?", "unknown"}
-MOST = {"layers": 10_000, "pp": 4_096, "virtual_stages": 1_000, "seq": 1_000_000_000}
-MOST_OF_ANY = 10_000_000
+MAX_VALUES = {"layers": 10_000, "pp": 4_096, "virtual_stages": 1_000, "seq": 1_000_000_000}
+MAX_WHOLE = 10_000_000
 """Largest accepted whole numbers. Larger ones are typing errors, and would keep the planner busy for hours."""
 
 TRUE = {"true", "1", "1.0", "yes", "y", "on", "t"}
@@ -38,7 +38,7 @@ PRECISIONS = {
 
 
 def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
-    """Return the columns, in lower case, and the rows as column -> text. Raises UserError if the file is no table."""
+    """Returns the columns, in lower case, and the rows as column -> text. Raises UserError if the file is no table."""
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
     content = read_bytes(path, "table of runs")
@@ -63,7 +63,7 @@ class Cells:
     assumed: list[str] = field(default_factory=list)
 
     def text(self, name: str) -> str:
-        """Return the cell without surrounding blanks; empty if it means unknown."""
+        """Returns the cell without surrounding blanks; empty if it means unknown."""
         value = (self.row.get(name) or "").strip()
         return "" if value.lower() in UNKNOWN else value
 
@@ -71,13 +71,13 @@ class Cells:
         return self.text(name).lower()
 
     def needed_text(self, name: str) -> str:
-        """Return the cell's text. Raises UserError if it is unknown."""
+        """Returns the cell's text. Raises UserError if it is unknown."""
         if not self.text(name):
             raise UserError(f"{name} is not given")
         return self.text(name)
 
     def number(self, name: str, least: float = -math.inf) -> float | None:
-        """Return a number, or None if the cell is empty."""
+        """Returns a number, or None if the cell is empty."""
         cell = self.text(name)
         if not cell or cell.lower() == "none":
             return None
@@ -90,16 +90,16 @@ class Cells:
         return value
 
     def measured(self, name: str) -> float | None:
-        """Return a measurement, or None if there is none; zero counts as none."""
+        """Returns a measurement, or None if there is none; zero counts as none."""
         return self.number(name, 0) or None
 
     def whole(self, name: str, least: int = 1) -> int | None:
-        """Return a whole number, which may be written as 8.0, or None if the cell is empty."""
+        """Returns a whole number, which may be written as 8.0, or None if the cell is empty."""
         value = self.number(name, least)
         if value is not None and value != round(value):
             raise UserError(f"{name} must be a whole number, not {value:g}")
-        if value is not None and value > MOST.get(name, MOST_OF_ANY):
-            raise UserError(f"{name} {value:g} is taken for a mistake: more than {MOST.get(name, MOST_OF_ANY):,}")
+        if value is not None and value > MAX_VALUES.get(name, MAX_WHOLE):
+            raise UserError(f"{name} {value:g} is taken for a mistake: more than {MAX_VALUES.get(name, MAX_WHOLE):,}")
         return None if value is None else int(value)
 
     def needed(self, name: str) -> int:
@@ -128,7 +128,7 @@ class Cells:
         return self.text("group") or "(no group)"
 
     def zero_stage(self) -> int | None:
-        """Return the ZeRO stage, 0 to 3, or None; `fsdp`, `full_shard`, `hsdp` and `zero-3` are 3."""
+        """Returns the ZeRO stage, 0 to 3, or None; `fsdp`, `full_shard`, `hsdp` and `zero-3` are 3."""
         cell = re.sub(r"[\s\-_]+", " ", self.lower("zero"))
         if any(word in cell for word in ("fsdp", "hsdp", "full shard", "hybrid shard")):
             return 3
@@ -142,7 +142,7 @@ class Cells:
         return int(digits[1]) if digits else None
 
     def recompute(self) -> str | None:
-        """Return none, selective or full, or None if the cell is empty."""
+        """Returns none, selective or full, or None if the cell is empty."""
         cell = self.lower("recompute")
         if not cell:
             return None
@@ -155,7 +155,7 @@ class Cells:
         raise UserError(f"recompute is none, selective or full, not '{cell}'")
 
     def attention(self) -> str | None:
-        """Return flash or standard, or None; any fused kernel counts as flash. For an empty cell, a source older than
+        """Returns flash or standard, or None; any fused kernel counts as flash. For an empty cell, a source older than
         FlashAttention (2205.14135) means standard."""
         cell = self.lower("attention")
         if not cell:
@@ -165,7 +165,7 @@ class Cells:
         return "standard" if any(word in cell for word in words) else "flash"
 
     def precision(self) -> str | None:
-        """Return the number format of the matmuls, or None: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
+        """Returns the number format of the matmuls, or None: bf16, fp16, fp8, mxfp8, nvfp4, tf32, fp32."""
         cell = re.sub(r"[-_ ]", "", self.lower("precision"))
         if not cell:
             return None

@@ -19,7 +19,7 @@ from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
 from ironlaw.plan.cluster.intervals import format_shares
 from ironlaw.plan.engines.engine import TrainingEngine
@@ -35,7 +35,7 @@ from ironlaw.workload.sections import Recompute
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
 """Columns that every row needs to be planned."""
 
-UNSAID_NODE = {"a100-sxm-40gb": "dgx-a100"}
+NODE_WITHOUT_DESCRIPTION = {"a100-sxm-40gb": "dgx-a100"}
 """Node of a row without a description of its network, where published runs differ from usual rented nodes."""
 
 
@@ -81,7 +81,7 @@ Rejected = tuple[str, str, str]
 
 
 def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Run], list[Rejected]]:
-    """Return the plannable rows, and (id, group, reason) of the others. `engine` replaces that of every row."""
+    """Returns the plannable rows, and (id, group, reason) of the others. `engine` replaces that of every row."""
     runs: list[Run] = []
     rejected: list[Rejected] = []
     seen: Counter[str] = Counter()
@@ -91,7 +91,7 @@ def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Ru
         near = did_you_mean(missing[0], names) if names else "the file has no header line"
         raise UserError(f"{path} has no column '{missing[0]}', which every run needs: {near}")
     rows = [Cells(row) for row in table]
-    stated = _stated_formats(rows)
+    stated = _count_formats(rows)
     for number, cells in enumerate(rows):
         identity = cells.text("id") or f"row {number + 2}"  # the line number in an editor
         seen[identity] += 1
@@ -104,13 +104,13 @@ def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Ru
     return runs, rejected
 
 
-def _stated_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
+def _count_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
     """Return, by group, the number of rows that state each number format."""
     found: dict[str, Counter[str]] = {}
     for cells in rows:
         with suppress(UserError):  # the same error rejects the row later
-            if said := cells.precision():
-                found.setdefault(cells.group(), Counter()).update([said])
+            if given := cells.precision():
+                found.setdefault(cells.group(), Counter()).update([given])
     return found
 
 
@@ -118,7 +118,7 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
     count = cells.needed("accelerators")
     acc, note = accelerator_of(cells.text("accelerator"), cells.whole("per_node"))
     acc, rack = in_rack(acc, cells.text("interconnect"))
-    cells.assumed += [said for said in (note, rack) if said]
+    cells.assumed += [text for text in (note, rack) if text]
     attention = cells.attention()
     if attention is None and not acc.has_flash:
         attention = "standard"
@@ -136,7 +136,7 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         seconds = job.global_batch * job.sequence / (rate * count)
     precisions = {} if cells.precision() else format_shares(engine, acc, stated)
     cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, precisions)
-    unsaid = {
+    open_settings = {
         "recompute": cells.recompute() is None and engine.default_recompute == "none",
         "micro_batch": cells.whole("micro_batch") is None and job.layout.pp == 1,
         "zero": cells.zero_stage() is None and engine.name == GENERIC,
@@ -153,18 +153,18 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         ran=cells.lower("status") in ("", "ok", "success", "completed", "ran", "done", "pass"),
         checks=cells.text("checks") or "memory+time",
         assumed=tuple(cells.assumed),
-        open=frozenset(name for name, is_open in unsaid.items() if is_open),
+        open=frozenset(name for name, is_open in open_settings.items() if is_open),
         alternatives=_alternatives(cells, job, acc, engine),
         precisions=precisions,
     )
 
 
 def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: TrainingEngine) -> tuple[Alternative, ...]:
-    """Return other plausible settings of the row's software that affect the time, where the row does not state them."""
+    """Returns other plausible settings of the row's software that affect the time, where the row is silent."""
     layout, found = job.layout, []
     if cells.whole("virtual_stages") is None and layout.pp > 1:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
-        other = _most_virtual(job.model.layers, layout, job.global_batch) if possible else 1
+        other = _max_virtual_stages(job.model.layers, layout, job.global_batch) if possible else 1
         found += [Alternative({"virtual_stages": other})] if other != layout.virtual_stages else []
     if cells.whole("micro_batch") is None:
         per_replica = job.global_batch / layout.dp
@@ -188,8 +188,8 @@ LONG_BUBBLE = 0.1
 """Share of a step's compute above which users are assumed to shorten a pipeline bubble by virtual stages."""
 
 
-def _most_virtual(layers: int, layout: Layout, global_batch: float) -> int:
-    """Return the most virtual stages of at least two layers that a pipeline can have; 1 if none."""
+def _max_virtual_stages(layers: int, layout: Layout, global_batch: float) -> int:
+    """Returns the most virtual stages of at least two layers that a pipeline can have; 1 if none."""
     pp = layout.pp
     if global_batch / (layout.dp * layout.micro_batch) % pp:
         return 1
@@ -202,8 +202,8 @@ def _engine(cells: Cells, attention: str) -> TrainingEngine:
     try:
         return engine_of_framework(framework, attention)
     except UserError:
-        said = f"framework '{framework}' is not known" if framework else "no framework is given"
-        cells.assumed.append(f"engine = {GENERIC} ({said})")
+        reason = f"framework '{framework}' is not known" if framework else "no framework is given"
+        cells.assumed.append(f"engine = {GENERIC} ({reason})")
         return engine_named(GENERIC)
 
 
@@ -242,10 +242,16 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
 
 
 def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
-    """Return dp, tp, pp and cp, whose product is `count`."""
-    rest = _unsaid_degree(cells, count)
-    tp, pp = (cells.given(name, *rest.get(name, (1,))) for name in ("tp", "pp"))
-    cp = cells.given("cp", 1)
+    """Returns dp, tp, pp and cp, whose product is `count`. One of tp and pp that is missing follows from the others."""
+    given = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
+    missing, others = [n for n in ("tp", "pp") if given[n] is None], math.prod(n or 1 for n in given.values())
+    follows = given["dp"] is not None and len(missing) == 1 and not count % others
+    tp, pp, cp = (
+        cells.given(name, count // others, "accelerators / the other degrees")
+        if follows and name in missing
+        else cells.given(name, 1)
+        for name in ("tp", "pp", "cp")
+    )
     model_parallel = tp * pp * cp
     if count % model_parallel:
         raise UserError(f"tp {tp} x pp {pp} x cp {cp} does not divide the {count} accelerators of the run")
@@ -259,7 +265,7 @@ def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
 
 
 def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
-    """Return the sequences of a micro-batch and of a step."""
+    """Returns the sequences of a micro-batch and of a step."""
     batch, micro = cells.whole("global_batch"), cells.whole("micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
@@ -270,41 +276,31 @@ def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
 
 
 def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, global_batch: int) -> int:
-    """Return the row's virtual stages; else the most possible where users of this software shorten a long bubble."""
-    said = cells.whole("virtual_stages")
-    if said is not None:
-        return said
+    """Returns the row's virtual stages; else the most possible where users of this software shorten a long bubble."""
+    given = cells.whole("virtual_stages")
+    if given is not None:
+        return given
     bubble = (layout.pp - 1) * layout.dp * layout.micro_batch / global_batch
-    most = _most_virtual(layers, layout, global_batch) if engine.interleaves and bubble > LONG_BUBBLE else 1
+    most = _max_virtual_stages(layers, layout, global_batch) if engine.interleaves and bubble > LONG_BUBBLE else 1
     why = f"without any the bubble would cost {bubble:.0%}, and this software has them" if most > 1 else "assumed"
     return cells.assume("virtual_stages", most, why)
 
 
 def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int | None:
-    """Return the ranks an expert is split over, None for tp: the row's, else the engine's `usual`, else a number that
+    """Returns the ranks an expert is split over, None for tp: the row's, else the engine's `usual`, else a number that
     leaves enough ranks for ep."""
-    said = cells.whole("etp")
-    if said is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
+    given = cells.whole("etp")
+    if given is None and usual and usual < tp and ep > 1 and not replicas * tp / usual % ep:
         return cells.assume("etp", usual, "the engine's default")
-    if not replicas * tp / (said or tp) % ep:
-        return said
-    if said is None and not replicas * tp % ep:
+    if not replicas * tp / (given or tp) % ep:
+        return given
+    if given is None and not replicas * tp % ep:
         return cells.assume("etp", 1, f"ep {ep} is more than dp x cp = {replicas} allow")
     raise UserError(f"ep {ep} ranks cannot be taken from dp x cp x tp = {replicas * tp}")
 
 
-def _unsaid_degree(cells: Cells, count: int) -> dict[str, tuple[int, str]]:
-    """Return the missing one of tp and pp with a note, where the row gives dp and the other one; else nothing."""
-    said = {name: cells.whole(name) for name in ("dp", "tp", "pp", "cp")}
-    unsaid = [name for name in ("tp", "pp") if said[name] is None]
-    if said["dp"] is None or len(unsaid) != 1:
-        return {}
-    others = math.prod(value or 1 for value in said.values())
-    return {} if count % others else {unsaid[0]: (count // others, "accelerators / the other degrees")}
-
-
 def _model(cells: Cells) -> ModelConfig:
-    """Return a model with the row's sizes, which need not be those of a buildable model."""
+    """Returns a model with the row's sizes, which need not be those of a buildable model."""
     hidden = cells.needed("hidden")
     heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
     if hidden < heads:
@@ -328,25 +324,25 @@ def _model(cells: Cells) -> ModelConfig:
         for g in ([usual, not usual] if gated is None else [gated])
         for t in ([False, True] if tied is None else [tied])
     ]  # fmt: skip
-    return options[0] if len(options) == 1 else _most_alike(cells, options, gated, tied)
+    return options[0] if len(options) == 1 else _closest_model(cells, options, gated, tied)
 
 
-def _most_alike(cells: Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
-    """Choose gated and tied where the row does not state them: by `params` if one option matches, else by shape."""
+def _closest_model(cells: Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
+    """Chooses gated and tied where the row does not state them: by `params` if one option matches, else by shape."""
     wanted = cells.number("params", 0)
     best, why = options[0], "by the width of its feed-forward network"
     if wanted:
         off = [abs(option.model_copy(update={"context": 1}).parameters / wanted - 1) for option in options]
         if min(off) < SAME_PARAMETERS:
             best, why = options[off.index(min(off))], "what its params say"
-    for name, said, value in (("gated_ffn", gated, best.gated_ffn), ("tied", tied, best.tied)):
-        if said is None:
+    for name, given, value in (("gated_ffn", gated, best.gated_ffn), ("tied", tied, best.tied)):
+        if given is None:
             cells.assumed.append(f"{name} = {value} ({why})")
     return best
 
 
 def _experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return a mixture of experts from columns beyond the schema."""
+    """Returns a mixture of experts from columns beyond the schema."""
     layers, shared = sizes["layers"], cells.whole("shared_ffn")
     moe: dict[str, Any] = {
         "experts": cells.needed("experts"), "experts_per_token": cells.needed("experts_per_token"),
@@ -358,7 +354,7 @@ def _experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a mixture of experts known by the model's name, for a row without their columns."""
+    """Returns the fields of a mixture of experts known by the model's name, for a row without their columns."""
     known = named_experts(cells.text("model"), sizes["hidden"], sizes["layers"])
     if known is None:
         return {}
@@ -373,7 +369,7 @@ def _named_experts(cells: Cells, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> str:
-    """Return the row's number format, or the likeliest, or the one at whose rate the accelerator runs it."""
+    """Returns the row's number format, or the likeliest, or the one at whose rate the accelerator runs it."""
     wanted = cells.precision()
     if wanted is None:
         wanted = max(shares, key=lambda name: shares[name])
@@ -390,8 +386,8 @@ def _precision(cells: Cells, acc: Accelerator, shares: Mapping[str, float]) -> s
 
 
 def _cluster(cells: Cells, acc: Accelerator, count: int) -> Cluster:
-    """Return the accelerator's usual node with the size and network that the row describes."""
-    usual = node(UNSAID_NODE.get(acc.name, acc.default_node))
+    """Returns the accelerator's usual node with the size and network that the row describes."""
+    usual = node(NODE_WITHOUT_DESCRIPTION.get(acc.name, acc.default_node))
     per_node = cells.whole("per_node")
     if per_node:
         usual = resized(usual, per_node)

@@ -48,7 +48,7 @@ class Prediction:
 
 
 def alike(runs: Sequence[Run]) -> list[list[int]]:
-    """Group the indices of runs with the same accelerator, node, engine, precision and structure of the model."""
+    """Groups the indices of runs with the same accelerator, node, engine, precision and structure of the model."""
     found: dict[tuple[str, str, Node, str, bool, tuple[bool, ...]], list[int]] = {}
     for index, run in enumerate(runs):
         several = run.cluster.count > 1  # one accelerator needs no link
@@ -61,13 +61,13 @@ def alike(runs: Sequence[Run]) -> list[list[int]]:
 
 
 def systems_of(runs: Sequence[Run]) -> list[tuple[ClusterSystem, list[int]]]:
-    """Return the groups of `alike` with the system that each shares."""
+    """Returns the groups of `alike` with the system that each shares."""
     first = [(runs[indices[0]], indices) for indices in alike(runs)]
     return [(system_of(run.cluster, run.engine, run.precision), indices) for run, indices in first]
 
 
 def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
-    """Return the runs on sufficiently known hardware, and (id, group, reason) of the others."""
+    """Returns the runs on sufficiently known hardware, and (id, group, reason) of the others."""
     good: list[int] = []
     rejected = []
     for indices in alike(runs):
@@ -81,25 +81,25 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with open settings chosen by what fits: sharded weights, micro-batch, recomputation."""
+    """Returns the runs with open settings chosen by what fits: sharded weights, micro-batch, recomputation."""
     for name in ("zero", "micro_batch", "recompute"):
         result = list(runs)
         for where, indices in systems_of(runs):
-            unsaid = [i for i in indices if name in runs[i].open]
-            choices = {i: _choices_of(name, runs[i].job, where.engine) for i in unsaid}
-            while unsaid and choices[unsaid[0]]:  # the first choice that fits is taken, else the last
-                for i in unsaid:
+            open_runs = [i for i in indices if name in runs[i].open]
+            choices = {i: _choices_of(name, runs[i].job, where.engine) for i in open_runs}
+            while open_runs and choices[open_runs[0]]:  # the first choice that fits is taken, else the last
+                for i in open_runs:
                     job, notes = choices[i].pop(0)
                     assumed = (*runs[i].assumed, *notes)
                     result[i] = replace(runs[i], job=job, assumed=assumed, open=runs[i].open - {name})
-                peak = peak_memory(candidates_of_jobs([result[i].job for i in unsaid]), where.engine).total
-                unsaid = [i for i, held in zip(unsaid, peak, strict=True) if held > usable_bytes(where)]
+                peak = peak_memory(candidates_of_jobs([result[i].job for i in open_runs]), where.engine).total
+                open_runs = [i for i, held in zip(open_runs, peak, strict=True) if held > usable_bytes(where)]
         runs = result
     return list(runs)
 
 
 def _choices_of(name: str, job: TrainingJob, engine: TrainingEngine) -> list[tuple[TrainingJob, tuple[str, ...]]]:
-    """Return the job with each choice of an open setting, from the fastest to that of the least memory, with notes."""
+    """Returns the job with each choice of an open setting, from the fastest to that of the least memory, with notes."""
     choices: dict[str, dict[str, Any]]
     if name == "zero":  # pipelines keep their weights whole, which all micro-batches of a step use in turn
         more = {"zero": 3 if job.layout.pp == 1 else 2}
@@ -126,12 +126,12 @@ def _choices_of(name: str, job: TrainingJob, engine: TrainingEngine) -> list[tup
 
 
 def _in_layout(job: TrainingJob, every: float | None = None, **changes: Any) -> TrainingJob:
-    """Return the job with some fields of its layout changed."""
+    """Returns the job with some fields of its layout changed."""
     return replace(job, layout=replace(job.layout, **changes), every=every)
 
 
 def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Array:
-    """Evaluate a function that does not depend on hardware, and return one number per run."""
+    """Evaluates a function that does not depend on hardware, and returns one number per run."""
     found = np.zeros(len(runs))
     for indices in alike(runs):
         found[indices] = function(candidates_of_jobs([runs[i].job for i in indices]))
@@ -139,7 +139,7 @@ def of_runs(runs: Sequence[Run], function: Callable[[Candidates], Array]) -> Arr
 
 
 def with_alternative(run: Run, other: Alternative) -> Run:
-    """Return the run with alternative settings."""
+    """Returns the run with alternative settings."""
     engine = run.engine
     if other.constants:  # another name, as runs of one engine are planned together
         values: dict[str, Any] = dict(other.constants)
@@ -149,7 +149,7 @@ def with_alternative(run: Run, other: Alternative) -> Run:
 
 
 def evaluate(runs: Sequence[Run]) -> Prediction:
-    """Plan every run."""
+    """Plans every run."""
     count = len(runs)
     seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
     for where, indices in systems_of(runs):
@@ -193,7 +193,7 @@ class ValidationRecord:
 
 
 def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
-    """Plan every run of a CSV file and compare it with its measurements. `engine` replaces that of every row."""
+    """Plans every run of a CSV file and compares it with its measurements. `engine` replaces that of every row."""
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
     runs = settled(known)
@@ -228,7 +228,7 @@ def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationReco
 
 
 def baseline_bytes(candidates: Candidates) -> Array:
-    """Return the bytes that most memory estimators count: weights, gradients and Adam's state, 16 per parameter.
+    """Returns the bytes that most memory estimators count: weights, gradients and Adam's state, 16 per parameter.
 
     Of the 16, ZeRO 1 shards 12 over the data parallel ranks, ZeRO 2 14 and ZeRO 3 all (arXiv 1910.02054).
     """
@@ -238,7 +238,7 @@ def baseline_bytes(candidates: Candidates) -> Array:
 
 
 def errors(predicted: Array, measured: Array) -> dict[str, Any]:
-    """Return median, mean and 90th percentile of the absolute relative error, and the median signed error."""
+    """Returns median, mean and 90th percentile of the absolute relative error, and the median signed error."""
     if not len(measured):
         return {"n": 0, "median": None, "mean": None, "p90": None, "bias": None}
     signed = predicted / measured - 1
@@ -274,7 +274,7 @@ def _summary(record: ValidationRecord, index: list[int], group: str | None) -> d
 
 
 def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
-    """Return means over the groups that vary the layout on the same work."""
+    """Returns means over the groups that vary the layout on the same work."""
     known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
     means, correlations = ([g[name] for g in known] for name in ("mean", "rank_correlation"))
     return _choices(sum(g["n"] for g in known), means, min((g["worst"] for g in known), default=0.0), correlations)
@@ -288,7 +288,7 @@ def _choices(n: int, regrets: list[float], worst: float, correlations: list[floa
 
 
 def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
-    """Group runs that did the same work on the same accelerators in different layouts."""
+    """Groups runs that did the same work on the same accelerators in different layouts."""
     found: dict[tuple[Any, ...], list[int]] = {}
     for i in index:
         run = runs[i]
@@ -304,7 +304,7 @@ def _layout(run: Run) -> tuple[Any, ...]:
 
 
 def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
-    """Return the regret of `n` choices: throughput of the layout the plan picks over that of the best measured one.
+    """Returns the regret of `n` choices: throughput of the layout the plan picks over that of the best measured one.
 
     1: the best layout every time. Also Spearman's rank correlation of planned and measured step times.
     """
@@ -337,7 +337,7 @@ def _feasibility(record: ValidationRecord, index: list[int]) -> dict[str, int]:
 
 
 def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:
-    """Return the lower and upper bounds of the step seconds or of the reported peak bytes of each run."""
+    """Returns the lower and upper bounds of the step seconds or of the reported peak bytes of each run."""
     parameters = of_runs(runs, lambda candidates: candidates.parameters)
     pairs = [
         interval_factors(
@@ -351,7 +351,7 @@ def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array,
 
 
 def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return the interval widened by the rows' open settings: each alternative adds a one-sided error of its own."""
+    """Returns the interval widened by the rows' open settings: each alternative adds a one-sided error of its own."""
     low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
     for number in range(max((len(run.alternatives) for run in runs), default=0)):
         index = [i for i, run in enumerate(runs) if len(run.alternatives) > number]
@@ -363,7 +363,7 @@ def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) ->
 
 
 def mixed(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """Return step time and interval; runs with several possible number formats get those of the mixture.
+    """Returns step time and interval; runs with several possible number formats get those of the mixture.
 
     Each format has its own step time, with the same spread around it. The plan is their weighted mean of logarithms,
     and the interval is from the 10th to the 90th percentile of the mixture.

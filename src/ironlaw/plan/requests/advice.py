@@ -3,8 +3,8 @@ accelerators pay, and changes that would make it fit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
@@ -13,18 +13,18 @@ from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Line
 from ironlaw.machine.efficiency.collectives import collective_seconds
 from ironlaw.machine.efficiency.streaming import streaming_seconds
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.cluster.estimate import ClusterRequest, plan_candidates, plan_cluster
 from ironlaw.plan.cluster.search import RankedLayout, search
 from ironlaw.workload.collectives import compressed_elements
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX
 
-MOST_ACCELERATORS = 16_384
-STOP_BELOW = 0.5
+MAX_ACCELERATORS = 16_384
+MIN_DOUBLING_GAIN = 0.5
 """Doubling the accelerators pays while it speeds up the step by at least this share; 1 means twice as fast."""
 
-WORTH = 0.02
+MIN_GAIN = 0.02
 """Least planned gain of a proposed change."""
 
 COLLECTIVES = {
@@ -93,7 +93,7 @@ def first_change(request: ClusterRequest, layout: Layout, ledger: Ledger) -> dic
         "seconds": seconds,
         "share": seconds / ledger.totals["step_seconds"].value,
         "remedy": remedy,
-        "tried": [change for change in tried if change["gain"] >= WORTH],
+        "tried": [change for change in tried if change["gain"] >= MIN_GAIN],
     }
 
 
@@ -111,14 +111,14 @@ def _tried(request: ClusterRequest, layout: Layout, ledger: Ledger) -> Iterator[
             continue
         if other.fits:
             yield {"change": words, "gain": other.ledger.totals["tokens_per_second"].value / now - 1}
-    for fewer in _rounder_counts(request.cluster) if request.layout is None else ():
+    for fewer in _round_counts(request.cluster) if request.layout is None else ():
         seconds = _best(request, fewer)
         if seconds is not None:
             words = f"--on {fewer}x{request.cluster.accelerator.name}, which divide better"
             yield {"change": words, "gain": ledger.totals["step_seconds"].value / seconds - 1}
 
 
-def _rounder_counts(cluster: Cluster) -> list[int]:
+def _round_counts(cluster: Cluster) -> list[int]:
     """Returns smaller counts that divide better: whole nodes and a power of two; empty if the count is both."""
     count, node_size = cluster.count, cluster.node.accelerators
     rounder = {count - count % node_size, 2 ** (count.bit_length() - 1)}
@@ -134,14 +134,14 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
         rows[0]["gain"] = half / step_seconds - 1
         rows.insert(0, {"accelerators": count // 2, "step_seconds": half, "gain": None})
     stop, reason = None, "every doubling planned still pays"
-    while (double := rows[-1]["accelerators"] * 2) <= MOST_ACCELERATORS:
+    while (double := rows[-1]["accelerators"] * 2) <= MAX_ACCELERATORS:
         seconds = _best(request, double)
         if seconds is None:
             stop, reason = rows[-1]["accelerators"], f"no layout of {double:,} divides the batch"
             break
         gain = rows[-1]["step_seconds"] / seconds - 1
         rows.append({"accelerators": double, "step_seconds": seconds, "gain": gain})
-        if gain < STOP_BELOW:
+        if gain < MIN_DOUBLING_GAIN:
             stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is only {100 * gain:.0f}% faster"
             break
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
@@ -166,7 +166,7 @@ def would_fit(request: ClusterRequest) -> list[str]:
     """Returns the smallest hardware changes for which a layout fits: more accelerators, or ones with more memory."""
     words = []
     count = request.cluster.count * 2
-    while count <= MOST_ACCELERATORS:
+    while count <= MAX_ACCELERATORS:
         if _best(request, count) is not None:
             words.append(f"--on {count}x{request.cluster.accelerator.name}")
             break
@@ -197,7 +197,7 @@ def _with_more_memory(request: ClusterRequest) -> str | None:
 # -- compressed communication ---------------------------------------------------------------------------------------
 
 
-MATERIAL = 0.02
+MIN_EXPOSED_SHARE = 0.02
 """Share of the step below which exposed data parallel communication does not justify a setting."""
 
 RANK = 4
@@ -210,37 +210,16 @@ LAUNCH_SECONDS = 5e-6
 """Time of one small kernel on an accelerator. Assumed: kernels of this size take as long as their launch."""
 
 
-@dataclass(frozen=True)
-class CommunicationSaving:
-    """The effect of one setting, in seconds per step; `exposed_seconds`: the wait for gradients without the setting."""
-
-    setting: str
-    sent_share: float  # bytes of gradients (or weights) per step, over fp32 gradients at every step
-    exposed_seconds: float
-    saves_seconds: float
-    costs_seconds: float
-
-    @property
-    def pays(self) -> bool:
-        return self.saves_seconds > self.costs_seconds
-
-    def to_json(self) -> dict[str, Any]:
-        return vars(self) | {"pays": self.pays}
-
-
-def compressed_share(parameters: Sequence[Parameter], rank: int = RANK) -> float:
-    """Returns the bytes that PowerSGD sends / those of the gradients."""
-    whole = sum(p.elements for p in parameters)
-    return sum(compressed_elements(p.shape, rank) for p in parameters) / whole
-
-
 BF16 = 'communication.gradients = "bf16"'
 POWERSGD = f'communication.gradients = "powersgd", rank = {RANK}'
 SITES = f"communication.local_steps = {LOCAL_STEPS}"
 
 
-def cluster_savings(request: ClusterRequest, layout: Layout) -> list[CommunicationSaving]:
+def cluster_savings(request: ClusterRequest, layout: Layout) -> list[dict[str, Any]]:
     """Returns the savings of compressed communication for a planned layout; empty if its gradients are not exposed.
+
+    Seconds are those of a step; `exposed_seconds`: the wait for gradients without the setting; `sent_share`: bytes of
+    gradients (or weights) per step over fp32 gradients at every step.
 
     The saving is the exposed time that disappears when the same layout is planned with fewer gradient bytes. The cost
     is the work that the setting adds to every step, none of it hidden:
@@ -270,25 +249,32 @@ def cluster_savings(request: ClusterRequest, layout: Layout) -> list[Communicati
 
     now = where.engine.gradient_communication_bytes
     seconds, exposed = step(now)
-    if exposed < MATERIAL * seconds:
+    if exposed < MIN_EXPOSED_SHARE * seconds:
         return []
     held = request.model.parameters / (layout.tp * layout.pp)
 
     def passing(size: float) -> float:
         return float(streaming_seconds(size, where.hardware))
 
-    found = []
+    found: list[tuple[str, float, float, float]] = []
     if replicas and now > 2:
-        found.append(CommunicationSaving(BF16, 2 / now, exposed, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
+        found.append((BF16, 2 / now, seconds - step(2.0)[0], passing(CAST_BYTES * held)))
     if sites and layout.tp * layout.pp == 1:
-        share = compressed_share(parameters)
+        sent = sum(compressed_elements(p.shape, RANK) for p in parameters)
+        share = sent / sum(p.elements for p in parameters)
         matrices = [p for p in parameters if compressed_elements(p.shape, RANK) < p.elements]  # others are sent whole
         work = passing(COMPRESSION_PASSES * 4 * sum(p.elements for p in matrices))
         work += len(matrices) * 2 * RANK * KERNELS_PER_COLUMN * LAUNCH_SECONDS
-        found.append(CommunicationSaving(POWERSGD, share * 4 / now, exposed, seconds - step(4 * share)[0], work))
+        found.append((POWERSGD, share * 4 / now, seconds - step(4 * share)[0], work))
     if sites:
         island = max(1, where.fabric.island_ranks // layout.tp)
         meeting = float(collective_seconds("all_reduce", 4 * held, layout.dp * layout.cp, island, fabric=where.fabric))
         meeting += passing(OUTER_PASSES * 4 * held)
-        found.append(CommunicationSaving(SITES, 4 / now / LOCAL_STEPS, exposed, exposed, meeting / LOCAL_STEPS))
-    return found
+        found.append((SITES, 4 / now / LOCAL_STEPS, exposed, meeting / LOCAL_STEPS))
+    return [
+        {
+            "setting": setting, "sent_share": share, "exposed_seconds": exposed, "saves_seconds": saves,
+            "costs_seconds": costs, "pays": saves > costs,
+        }
+        for setting, share, saves, costs in found
+    ]  # fmt: skip

@@ -21,26 +21,26 @@ from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
 from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, settle
-from ironlaw.plan.requests.advice import MOST_ACCELERATORS, fastest
+from ironlaw.plan.requests.advice import MAX_ACCELERATORS, fastest
 from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
-from ironlaw.plan.requests.hardware import asked_hardware, says_count
-from ironlaw.plan.requests.replicas import adapters_target, plan_adapters, settled_adapters
+from ironlaw.plan.requests.hardware import has_count, parse_hardware
+from ironlaw.plan.requests.replicas import adapter_config, adapters_target, plan_adapters
 
-MOST_ATTAINED = 0.8
+MAX_UTILISATION = 0.8
 """Share of the peak that no run passes: it rules out hardware before any layout is planned. Published runs reach 0.6 in
 training, and no plan of a large random sample 0.75 (tests/plan/test_sanity.py)."""
 
-TOO_LITTLE = 1.1
+MIN_SPEEDUP = 1.1
 """Doubling the accelerators that shortens a step by less than this factor ends the search on their kind."""
 
 SUPERLINEAR = 1.3
 """More accelerators shorten a step by at most this factor over their number, as nothing is recomputed any more."""
 
-TRIED_WITHOUT = 4  # doublings in a row for which nothing fits, or no layout can be formed
+MAX_MISSES = 4  # doublings in a row for which nothing fits, or no layout can be formed
 
 SHOWN = 6  # kinds of hardware in the answer
 
-Say = Callable[[float, str], None]
+Report = Callable[[float, str], None]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Decoder:
         self.requested, self.options = requested, options
         self.work = settle(requested.model, options, 1, requested.config)
         self.tokens = self.work.steps * self.work.global_batch * self.work.sequence
-        self.most = MOST_ACCELERATORS
+        self.most = MAX_ACCELERATORS
 
     def flops_per_second(self, kind: Cluster) -> float:
         """Returns the peak that products run at. Raises UserError for hardware that cannot be planned."""
@@ -106,7 +106,7 @@ class _Adapters:
 
     def __init__(self, requested: RequestedModel, options: Options) -> None:
         self.requested, self.options = requested, options
-        config, _ = settled_adapters(requested, options, 1)
+        config, _ = adapter_config(requested, options, 1)
         self.most = self.batch = config.train.global_batch
         self.tokens = config.train.steps * config.tokens_per_step
 
@@ -127,11 +127,11 @@ class _Adapters:
 
 def leaves_hardware_open(on: str, options: Options) -> bool:
     """Returns whether the kind or the number of accelerators is to be found."""
-    return on == ANY or (bool(options.limits) and options.layout is None and not says_count(on))
+    return on == ANY or (bool(options.limits) and options.layout is None and not has_count(on))
 
 
 def plan_within_limits(
-    requested: RequestedModel, on: str, options: Options, say: Say = lambda share, what: None
+    requested: RequestedModel, on: str, options: Options, report: Report = lambda share, what: None
 ) -> PlanOutcome:
     """Plans the run on the best hardware within the limits; the others that hold them stand beside. Raises UserError if
     none does."""
@@ -141,7 +141,7 @@ def plan_within_limits(
     adapts = config is not None and config.finetune.adapts
     run = (_Adapters if adapts else _Decoder)(requested, options)
     ruled_out: Counter[str] = Counter()
-    found = _offers(run, _kinds(on, options), ruled_out, say)
+    found = _offers(run, _kinds(on, options), ruled_out, report)
     for number, offer in enumerate(found):
         answer = run.plan(offer.cluster)
         if answer.fits or number == len(found) - 1:
@@ -163,14 +163,14 @@ def plan_within_limits(
 def _kinds(on: str, options: Options) -> list[Cluster]:
     """Returns one accelerator of each kind to be tried, in the node asked for."""
     if on != ANY:
-        return [asked_hardware(on, options)[0]]
+        return [parse_hardware(on, options)[0]]
     if options.network is not None or options.per_node is not None:
         raise UserError("--network and --per-node are of given hardware: add --on h100-sxm-80gb")
     every = map(accelerator, accelerator_names())
     return [Cluster(one, 1, node(one.default_node)) for one in every if one.memory_bytes and one.peak_flops_per_second]
 
 
-def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[str], say: Say) -> list[Offer]:
+def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[str], report: Report) -> list[Offer]:
     """Returns the best offer of each kind within the limits, best first. Kinds that cost more at the most attainable
     speed than what was found are not planned."""
     limits, asked, refusal = run.options.limits, list[tuple[float, float, float, Cluster]](), None
@@ -181,7 +181,7 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
             ruled_out["without a known price"] += 1
             continue
         try:
-            rate = run.flops_per_second(kind) * MOST_ATTAINED
+            rate = run.flops_per_second(kind) * MAX_UTILISATION
         except UserError as error:
             refusal = error
             ruled_out["refused"] += 1
@@ -193,23 +193,23 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
     asked.sort(key=lambda entry: entry[0])
     found: list[Offer] = []
     for number, (least_usd, alone, usd_per_hour, kind) in enumerate(asked):
-        say(number / len(asked), kind.accelerator.name)
+        report(number / len(asked), kind.accelerator.name)
         beaten = limits.seconds is not None and len(found) >= SHOWN and least_usd > found[SHOWN - 1].rent_usd
         if beaten or (limits.rent_usd is not None and least_usd > limits.rent_usd):
             ruled_out["dearer at any speed"] += 1
             continue
-        most = run.most if len(kinds) == 1 else min(run.most, _joined(kind.node))
+        most = run.most if len(kinds) == 1 else min(run.most, _max_joined(kind.node))
         best = _best(_numbers(run, kind, alone, usd_per_hour, most), limits)
         if best is None:
             ruled_out["too slow, too dear or too small"] += 1
             continue
         found.append(best)
-        found.sort(key=lambda offer: _worth(offer, limits))
-    say(1.0, "")
+        found.sort(key=lambda offer: _objective(offer, limits))
+    report(1.0, "")
     return found
 
 
-def _worth(offer: Offer, limits: Limits) -> float:
+def _objective(offer: Offer, limits: Limits) -> float:
     """Returns what is to be as little as possible: rent where there is a deadline, else time."""
     return offer.rent_usd if limits.seconds is not None else offer.seconds
 
@@ -221,7 +221,7 @@ def _best(offers: Iterator[Offer], limits: Limits) -> Offer | None:
     for offer in offers:
         rises, before = offer.rent_usd >= before, offer.rent_usd
         if limits.allow(offer.seconds, offer.rent_usd) and (
-            best is None or _worth(offer, limits) < _worth(best, limits)
+            best is None or _objective(offer, limits) < _objective(best, limits)
         ):
             best = offer
         elif rises and (best is not None or not limits.allow(0.0, offer.rent_usd)):
@@ -229,9 +229,9 @@ def _best(offers: Iterator[Offer], limits: Limits) -> Offer | None:
     return best
 
 
-def _joined(of: Node) -> int:
+def _max_joined(of: Node) -> int:
     """Returns how many accelerators a search may join: those of one node where its network is not known."""
-    return MOST_ACCELERATORS if of.network_bytes_per_second else max(of.accelerators, of.scale_up_accelerators)
+    return MAX_ACCELERATORS if of.network_bytes_per_second else max(of.accelerators, of.scale_up_accelerators)
 
 
 def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hour: float, most: int) -> Iterator[Offer]:
@@ -241,12 +241,12 @@ def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hou
     assert memory is not None
     least = max(1.0, alone / deadline, run.requested.model.parameters * run.least_bytes / memory.value)
     count, before, without = 2 ** math.ceil(math.log2(least)), math.inf, 0
-    while count <= most and without < TRIED_WITHOUT:
+    while count <= most and without < MAX_MISSES:
         offer = run.offer(replace(kind, count=count), usd_per_hour)
         if offer is None:
             count, without = 2 * count, without + 1
             continue
-        if before / offer.step_seconds < TOO_LITTLE:
+        if before / offer.step_seconds < MIN_SPEEDUP:
             return
         yield offer
         late = max(1.0, offer.seconds / deadline / SUPERLINEAR)  # the smaller numbers would be late, too

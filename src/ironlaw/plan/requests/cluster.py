@@ -1,4 +1,4 @@
-"""Plan requests on a catalogued cluster: given settings, assumptions, and the complete answer."""
+"""Plans requests on a catalogued cluster: given settings, assumptions, and the complete answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import computing_formats, number_format
-from ironlaw.catalog.models import taken_model
+from ironlaw.catalog.models import alias_of_model
 from ironlaw.catalog.nodes import Cluster, parse_cluster
 from ironlaw.errors import UserError, did_you_mean
 from ironlaw.ledger import Estimate, Ledger
@@ -28,7 +28,7 @@ from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
-from ironlaw.plan.requests.hardware import asked_hardware, assumed_network
+from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
 from ironlaw.plan.requests.replicas import plan_adapters
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import IMBALANCE
@@ -39,7 +39,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     config = requested.config
     if config is not None and config.finetune.adapts:
         return plan_adapters(requested, parse_cluster(on), options)
-    cluster, layout, assumed = asked_hardware(on, options)
+    cluster, layout, assumed = parse_hardware(on, options)
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
@@ -56,7 +56,7 @@ def plan_work(
     request, answer = _plan_in_turn(request, software_for(options, cluster.accelerator))
     if options.emit and answer.fits and answer.layout:
         answer.more["emit"] = emit(options.emit, request, answer.layout)
-    return answer.held_to(options.limits)
+    return answer.check_limits(options.limits)
 
 
 def request_of(
@@ -73,15 +73,17 @@ def request_of(
     if not cluster.accelerator.has_flash:
         why = f"FlashAttention has no kernels for {cluster.accelerator.name}"
         assumed.append(Assumption("attention", "scores in memory", why, ""))
-    if (other := taken_model(requested.model.name)) and other[1]:
+    if (other := alias_of_model(requested.model.name)) and other[1]:
         assumed.append(Assumption("model", other[0], f"'{requested.model.name}' is {other[1]}", ""))
     assumed += [Assumption("left out", part, "the model is built without it", "") for part in requested.left_out]
     if config and layout is None:
         own = {"train.micro_batch": config.train.micro_batch, "[layout]": config.layout,
                "train.offload": config.train.offload != "none",
                "[recompute]": config.recompute.mode != "none"}  # fmt: skip
-        if said := " and ".join(key for key, value in own.items() if value):
-            assumed.append(Assumption("layout", "searched", f"the config's {said} is for its own devices", "--layout"))
+        if own_devices := " and ".join(key for key, value in own.items() if value):
+            assumed.append(
+                Assumption("layout", "searched", f"the config's {own_devices} is for its own devices", "--layout")
+            )
     optimizer = options.optimizer or (config.optimizer.name if config else "adamw")
     request = ClusterRequest(
         requested.model, cluster, work.sequence, work.global_batch, precision,
@@ -102,22 +104,22 @@ def request_of(
 
 def _precision(requested: RequestedModel, acc: Accelerator, options: Options, assumed: list[Assumption]) -> str:
     """Returns the given precision, else the config's, else the first of bf16 and fp16 that has a peak, else bf16."""
-    said = options.precision
-    if said is None and requested.config and requested.config.train.precision != "auto":
-        said = requested.config.train.precision
-    if said is None:
-        said = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
-        assumed.append(Assumption("precision", said, f"usual on {acc.name}", "--precision"))
-    if said not in computing_formats():
-        raise UserError(f"unknown precision '{said}': {did_you_mean(said, computing_formats())}")
+    wanted = options.precision
+    if wanted is None and requested.config and requested.config.train.precision != "auto":
+        wanted = requested.config.train.precision
+    if wanted is None:
+        wanted = next((name for name in ("bf16", "fp16") if name in acc.peak_flops_per_second), "bf16")
+        assumed.append(Assumption("precision", wanted, f"usual on {acc.name}", "--precision"))
+    if wanted not in computing_formats():
+        raise UserError(f"unknown precision '{wanted}': {did_you_mean(wanted, computing_formats())}")
     usable = [name for name in computing_formats() if number_format(name).multiplied_by(acc)]
     if not usable:
         raise UserError(
             f"the catalogue has no rate of products on {acc.name}, for its maker prints none: choose another"
         )
-    if said not in usable:
-        raise UserError(f"the catalogue has no {said} peak of {acc.name}: use --precision {' or '.join(usable)}")
-    return said
+    if wanted not in usable:
+        raise UserError(f"the catalogue has no {wanted} peak of {acc.name}: use --precision {' or '.join(usable)}")
+    return wanted
 
 
 # -- engines -----------------------------------------------------------------------------------------------------------
@@ -184,8 +186,8 @@ def _plan_in_turn(request: ClusterRequest, software: list[Assumption]) -> tuple[
             passed.append(f"under {engine.name}, which has no tensor or pipeline parallelism, nothing fits")
             continue
         if assumption.reason:
-            said = replace(assumption, reason="; ".join([assumption.reason, *passed]))
-            answer.more["assumed"].append(said.to_json())
+            chosen_engine = replace(assumption, reason="; ".join([assumption.reason, *passed]))
+            answer.more["assumed"].append(chosen_engine.to_json())
             answer.more["engine"]["others"] = under_others(asked, answer) if answer.fits else []
         return asked, answer
     raise AssertionError("the generic engine can run anything")
@@ -211,13 +213,13 @@ def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str,
 
 SHOWN = 5
 
-KEPT, WALKED = 200, 20
+NO_RECOMPUTATION, WALKED = 200, 20
 """Layouts kept in a ranking, and in one of Ironlaw's own trainer, where each is walked for its memory."""
 
-SURE_AT_MOST = 1.03
+MAX_SLOWDOWN_OF_SAFE = 1.03
 """A layout that surely fits is preferred to the fastest, which may not, if its step is at most this factor longer."""
 
-SIMPLE_AT_MOST = 1.01
+MAX_SLOWDOWN_OF_SIMPLE = 1.01
 """The same for a layout with fewer kinds of parallelism: the difference is far below the plan's own error."""
 
 
@@ -263,7 +265,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
 
 
 def _ranking(request: ClusterRequest) -> SearchResult:
-    return search(request, keep=KEPT if request.system.engine.fused else WALKED)
+    return search(request, keep=NO_RECOMPUTATION if request.system.engine.fused else WALKED)
 
 
 def chosen(request: ClusterRequest, found: SearchResult) -> tuple[RankedLayout, str]:
@@ -276,9 +278,9 @@ def chosen(request: ClusterRequest, found: SearchResult) -> tuple[RankedLayout, 
         return found.nearest_miss, "misses by least"
     fastest = found.best[0]
     sure = found.safest
-    if sure is None or sure.step_seconds > SURE_AT_MOST * fastest.step_seconds:
+    if sure is None or sure.step_seconds > MAX_SLOWDOWN_OF_SAFE * fastest.step_seconds:
         return fastest, "fastest"
-    near = [c for c in found.best if c.step_seconds <= SIMPLE_AT_MOST * sure.step_seconds]
+    near = [c for c in found.best if c.step_seconds <= MAX_SLOWDOWN_OF_SIMPLE * sure.step_seconds]
     upper = bounded(1.0, "memory", request, "").high or 1.0
     safe = [c for c in near if c.peak_bytes * upper <= usable_bytes(request.system)]
     best = min([sure, *safe], key=lambda c: (_kinds(c.layout), c.step_seconds))
@@ -308,7 +310,7 @@ def _when_it_fits(
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(request, safest) if tight and safest else None,
         "first_change": first_change(request, layout, ledger),
-        "communication_savings": [saving.to_json() for saving in cluster_savings(request, layout)],
+        "communication_savings": cluster_savings(request, layout),
         "scaling": scaling(request, ledger.totals["step_seconds"].value) if request.layout is None else None,
     }
 

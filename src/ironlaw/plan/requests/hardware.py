@@ -16,12 +16,12 @@ from ironlaw.workload.layout import Layout, parse_layout
 _COUNT = r"\s*[\d_,.]+\s*[x*]"
 
 
-def says_count(on: str) -> bool:
+def has_count(on: str) -> bool:
     """Returns whether `on` gives a number of accelerators, as in 8xh200."""
     return re.match(_COUNT, on) is not None
 
 
-def asked_hardware(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
+def parse_hardware(on: str, options: Options) -> tuple[Cluster, Layout | None, list[Assumption]]:
     """Returns cluster and layout; each may set the number of accelerators if the other leaves it open."""
     cluster = parse_cluster(on)
     assumed = assume_accelerator(re.sub(rf"^{_COUNT}|@.*", "", on).strip())
@@ -29,7 +29,7 @@ def asked_hardware(on: str, options: Options) -> tuple[Cluster, Layout | None, l
     if options.layout is None:
         return cluster, None, assumed
     layout = parse_layout(options.layout)
-    counted = says_count(on)
+    counted = has_count(on)
     if not counted and layout.accelerators > 1:
         cluster = Cluster(cluster.accelerator, layout.accelerators, cluster.node)
         assumed.append(Assumption("accelerators", f"{cluster.count:,}", "the product of the layout", "--on COUNTx..."))

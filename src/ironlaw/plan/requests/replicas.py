@@ -1,4 +1,4 @@
-"""Plan requests that replicas answer, which are not divided but for what ZeRO shares: traced modules and adapters."""
+"""Plans requests that replicas answer, which are not divided but for what ZeRO shares: traced modules and adapters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from ironlaw.plan.module import PlannedTarget, accelerator_target, ledger_on, pl
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import (
     ANY,
-    BY_TRACING,
     REPLICATED,
     TRACED,
     Assumption,
     Options,
     PlanOutcome,
     RequestedModel,
-    assume_unsaid,
+    assume_missing,
     settle,
 )
-from ironlaw.plan.requests.hardware import asked_hardware, assumed_network
+from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.workload.layout import Layout
@@ -55,7 +54,7 @@ def _outcome(
     if cluster is None or not answer.fits:
         return answer
     answer = replace(answer, more=answer.more | {"budget": add_costs(ledger, cluster, options.prices)})
-    return answer.held_to(options.limits)
+    return answer.check_limits(options.limits)
 
 
 # -- traced modules ----------------------------------------------------------------------------------------------------
@@ -63,10 +62,10 @@ def _outcome(
 
 def plan_traced(spec: str, on: str, options: Options) -> PlanOutcome:
     """Plans `package.module:factory` for inputs such as `name=8x2048:int64`. Raises UserError without inputs."""
-    options.refuse_beside(TRACED, *([REPLICATED] if on != "this" else []))
+    options.check_subjects(TRACED, *([REPLICATED] if on != "this" else []))
     if not options.inputs:
         raise UserError(f"{spec} needs its inputs: add --input NAME=SIZES:DTYPE, such as tokens=8x2048:int64")
-    cluster, layout, assumed = replicas_asked(on, options)
+    cluster, layout, assumed = parse_replicas(on, options)
     ledger = plan_module(
         resolve_module(spec), read_inputs(options.inputs), cluster or on, name=spec, real=options.real or None,
         precision=options.precision or "auto", layout=layout, optimizer=options.optimizer or "adamw",
@@ -74,14 +73,14 @@ def plan_traced(spec: str, on: str, options: Options) -> PlanOutcome:
     return _outcome(ledger, cluster, options.steps, options, assumed)
 
 
-def replicas_asked(on: str, options: Options) -> tuple[Cluster | None, Layout | None, list[Assumption]]:
+def parse_replicas(on: str, options: Options) -> tuple[Cluster | None, Layout | None, list[Assumption]]:
     """Returns the accelerators (None: this machine) and the layout of replicas, if one is given, of a traced module.
     Raises UserError for a layout that divides the module."""
     if on == "this":
         return None, None, []
     if on == ANY:
         raise UserError("hardware is sought for decoders alone: add --on 8xh100-sxm-80gb")
-    cluster, layout, assumed = asked_hardware(on, options)
+    cluster, layout, assumed = parse_hardware(on, options)
     assumed += assumed_network(cluster)
     if layout is None:
         return cluster, None, assumed
@@ -101,8 +100,13 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
         build, context = causal_decoder(path)
     except (UserError, ValueError, OSError) as error:
         raise UserError(f"{refusal} ({error}); {own}") from None
-    options.refuse_beside(TRACED, BY_TRACING, *([REPLICATED] if on != "this" else []))
-    cluster, layout, assumed = replicas_asked(on, options)
+    of_clusters = () if on != "this" else ("layout", "network", "per_node", "steps")
+    unread = ("ranks", "emit", "engine", "tokens", *of_clusters)
+    if given := [f"--{name.replace('_', '-')}" for name in unread if getattr(options, name)]:
+        raise UserError(
+            f"{refusal}; by tracing one step is planned, on replicas alone: leave {' and '.join(given)} out"
+        )
+    cluster, layout, assumed = parse_replicas(on, options)
     rounds = (cluster.count if cluster else 1) * ((layout and layout.accumulation) or 1)
     sequence = options.sequence or min(context or USUAL_SEQUENCE, USUAL_SEQUENCE)
     batch = options.global_batch or rounds
@@ -117,7 +121,7 @@ def plan_by_tracing(path: Path, refusal: UserError, on: str, options: Options) -
     )  # fmt: skip
     kind = "a fused kernel of a recurrent layer is faster than the calls that transformers makes without it"
     assumed.append(Assumption("planned by", "tracing", f"{refusal}; {kind}", ""))
-    assumed += assume_unsaid(
+    assumed += assume_missing(
         "a first try",
         ("sequence", options.sequence, f"{sequence:,} tokens", "--seq"),
         ("global batch", options.global_batch, f"{batch} sequence{'s' * (batch > 1)}", "--global-batch"),
@@ -143,7 +147,7 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
             "--network and --per-node out"
         )
-    config, assumed = settled_adapters(requested, options, cluster.count)
+    config, assumed = adapter_config(requested, options, cluster.count)
     adapters_target(cluster, options)
     modes = [config.recompute.mode] if requested.has_file else ["none", "full"]
     choices = [(mode, zero) for zero in ((0, 3) if cluster.count > 1 else (0,)) for mode in modes]
@@ -173,29 +177,29 @@ USUAL_BATCH, USUAL_STEPS = 16, 1000
 first try."""
 
 
-def settled_adapters(requested: RequestedModel, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
+def adapter_config(requested: RequestedModel, options: Options, replicas: int) -> tuple[RunConfig, list[Assumption]]:
     """Returns the config of a run of so many replicas, and what it assumes."""
     assert requested.config is not None
     config, train, has_file = requested.config, requested.config.train, requested.has_file
-    said = options.sequence or train.sequence
+    given = options.sequence or train.sequence
     usual = min(config.model.context, USUAL_SEQUENCE)
     batch = options.global_batch or (train.global_batch if has_file else USUAL_BATCH)
     whole = -(-batch // replicas) * replicas
     if whole != batch and options.global_batch:
         raise UserError(f"--global-batch {batch} is no multiple of {replicas} replicas: give --global-batch {whole}")
-    assumed = assume_unsaid(
+    assumed = assume_missing(
         "usual for fine-tuning",
-        ("sequence", said, f"{usual:,} tokens", "--seq"),
+        ("sequence", given, f"{usual:,} tokens", "--seq"),
         ("global batch", options.global_batch or has_file or None, f"{whole} sequences", "--global-batch"),
     )
-    assumed += assume_unsaid(
+    assumed += assume_missing(
         "a first try",
         ("steps", options.steps or options.tokens or has_file or None, f"{USUAL_STEPS:,}", "--tokens or --steps"),
     )
     if whole != batch and has_file:
         why = f"{batch} do not divide among {replicas} replicas"
         assumed.append(Assumption("global batch", f"{whole} sequences", why, "--global-batch"))
-    work = settle(config.model, replace(options, sequence=said or usual, global_batch=whole), replicas, config)
+    work = settle(config.model, replace(options, sequence=given or usual, global_batch=whole), replicas, config)
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))

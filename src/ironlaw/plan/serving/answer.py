@@ -15,7 +15,7 @@ from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
 from ironlaw.catalog.formats import stored_format
-from ironlaw.errors import UserError, words_of
+from ironlaw.errors import UserError, parse_words
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.budget import COMPUTING_SHARE, hourly_rent
 from ironlaw.plan.request_types import SERVED, Assumption, Options, PlanOutcome, assume_accelerator
@@ -194,7 +194,7 @@ def _others(found: Sequence[Candidate], chosen: Candidate, shown: int = 5) -> li
 
 def answer_serving(model: ModelConfig, on: str | None, text: str, options: Options) -> PlanOutcome:
     """Plan a `--serve` request. Raises UserError if it cannot be planned; `fits` is False if limits or memory fail."""
-    options.refuse_beside(SERVED)
+    options.check_subjects(SERVED)
     if on is None and options.layout:
         raise UserError("--layout divides given devices, and none are: add for example --on 4xh100-sxm-80gb")
     if options.engine and options.emit and options.engine != options.emit:
@@ -293,7 +293,7 @@ def _worth(served: Served, request: ServeRequest) -> tuple[float, float]:
 
 def _layout(text: str, count: int) -> ServingLayout:
     found = {"tp": 1, "pp": 1, "ep": 0, "replicas": 0, "prefill": 0}
-    for key, value in words_of(text, "--layout of serving", found, "tp=4 replicas=2").items():
+    for key, value in parse_words(text, "--layout of serving", found, "tp=4 replicas=2").items():
         if not value.isdecimal() or int(value) < 1:
             raise UserError(f"--layout of serving: {key}={value} is no number from 1: write for example {key}=2")
         found[key] = int(value)

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ironlaw.errors import UserError, words_of
+from ironlaw.errors import UserError, parse_words
 
 EXAMPLE = '--serve "input=1024 output=256 rate=10/s"'
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0}
@@ -39,7 +39,7 @@ _WHOLE = ("input", "output", "concurrency", "prefix", "speculate")
 
 def parse_request(text: str) -> ServeRequest:
     """Parse a `--serve` text. Raises UserError for unknown words, missing lengths and values that are no amounts."""
-    words = words_of(text, "--serve", [field.name for field in fields(ServeRequest)], EXAMPLE)
+    words = parse_words(text, "--serve", [field.name for field in fields(ServeRequest)], EXAMPLE)
     draft = words.pop("draft", "")
     found = {key: _amount(key, value) for key, value in words.items()}
     for key in ("input", "output"):

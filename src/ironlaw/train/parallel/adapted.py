@@ -24,7 +24,7 @@ from ironlaw.numerics.frozen_linear import FrozenLinear
 from ironlaw.workload.finetune import NARROWING
 
 
-def divide(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
+def shard_layers(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
     """Reduce every matrix of the blocks that `part` has, and its adapters, to this rank's part."""
     for block in part.blocks:
         for name, layer in block.named_modules():
@@ -92,7 +92,7 @@ def _part(tensor: Tensor, chosen: Tensor, dimension: int, mesh: DeviceMesh) -> n
     return nn.Parameter(DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False))
 
 
-def partial(part: nn.Module) -> list[nn.Parameter]:
+def partial_parameters(part: nn.Module) -> list[nn.Parameter]:
     """Return whole parameters for which a tensor-parallel rank computes a part of the gradient."""
     found: list[nn.Parameter] = []
     for name, layer in adapted_layers(part).items():
@@ -104,7 +104,7 @@ def partial(part: nn.Module) -> list[nn.Parameter]:
     return found
 
 
-def share_codes(part: nn.Module) -> None:
+def make_codes_parameters(part: nn.Module) -> None:
     """Turn codes into parameters, which FSDP divides."""
     for layer in part.modules():
         for name in ("codes", "scale_codes") if isinstance(layer, FrozenLinear) else ():

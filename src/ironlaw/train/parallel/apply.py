@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,7 @@ class RankModel:
     ep_parameters: list[nn.Parameter] = field(default_factory=list)  # experts, whose gradients cover all ep ranks
 
     def __post_init__(self) -> None:
-        self.model = pipeline.joined(self.transformers)  # all local parameters under their names in the whole model
+        self.model = pipeline.join_stages(self.transformers)  # local parameters, named as in the whole model
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for part in self.transformers.values() for parameter in part.parameters()]
@@ -70,7 +71,7 @@ def apply(
 
     # Process groups of the experts: every layer needs them, whichever stage it is in.
     if config.model.moe is not None:
-        experts.share(model, config, ranks)
+        experts.set_groups(model, config, ranks)
 
     # Cut the stages before anything is divided, so that no rank divides or holds layers of other stages.
     transformers = _stages(model, ranks)
@@ -79,13 +80,13 @@ def apply(
     if layout.tp > 1:
         for part in transformers.values():
             if adapts:
-                adapted.divide(part, ranks.mesh["tp"], ranks.index("tp"))
+                adapted.shard_layers(part, ranks.mesh["tp"], ranks.index("tp"))
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp, adapts)
 
     # Experts likewise, over the ranks that exchange rows and over tp.
     if layout.tp > 1 or layout.ep > 1:
         for layer in (layer for part in transformers.values() for layer in expert_layers(part)):
-            experts.divide(layer.experts, ranks)
+            experts.shard_experts(layer.experts, ranks)
 
     # Then recomputation and compilation: FSDP must gather weights around them, for the recomputation too.
     for part in transformers.values():
@@ -113,7 +114,7 @@ def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
         return {0: model}
     stages = layout.pp * layout.virtual_stages
     numbers = stages_of(layout.schedule, layout.pp, layout.virtual_stages, ranks.index("pp"))
-    return {number: pipeline.cut(model, stages, layout.virtual_stages, number) for number in numbers}
+    return {number: pipeline.cut_stage(model, stages, layout.virtual_stages, number) for number in numbers}
 
 
 def _replicated(
@@ -149,29 +150,24 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     """
     frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
     if frozen and ranks.config.zero == 3:  # shard frozen parameters too; otherwise only trained ones
-        adapted.share_codes(part)
+        adapted.make_codes_parameters(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
-    again = ranks.config.zero == 3
+    unit = partial(fully_shard, reshard_after_forward=ranks.config.zero == 3, mp_policy=policy)
     for layer in expert_layers(part) if ranks.experts is not None else ():
         # Expert gradients are averaged over the ranks that hold the same experts, fewer than there are replicas.
         dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
-        fully_shard(
-            layer.experts, mesh=ranks.experts[dimensions], reshard_after_forward=again, mp_policy=policy,
-            shard_placement_fn=experts.hidden_dimension(layer.experts),
-        )  # fmt: skip
+        placement = experts.hidden_dimension(layer.experts)
+        unit(layer.experts, mesh=ranks.experts[dimensions], shard_placement_fn=placement)
     by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))
     for block in part.blocks:
         place = experts.hidden_dimension(block) if by_hidden and ranks.experts is None else None
-        fully_shard(
-            block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place,
-            ignored_params=frozen,
-        )  # fmt: skip
+        unit(block, mesh=mesh, shard_placement_fn=place, ignored_params=frozen)
     # A tied weight is used at both ends, so it belongs to the root unit, which stays gathered.
     if not part.is_tied and not frozen:
         if part.embedding is not None:
-            fully_shard(part.embedding, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
+            unit(part.embedding, mesh=mesh)
         if part.head is not None and not part.loss_chunk:  # the chunked loss uses the head's weight directly
-            fully_shard(part.head, mesh=mesh, reshard_after_forward=again, mp_policy=policy)
-    fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=frozen)
+            unit(part.head, mesh=mesh)
+    unit(part, mesh=mesh, reshard_after_forward=False, ignored_params=frozen)

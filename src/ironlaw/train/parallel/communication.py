@@ -3,7 +3,7 @@
     with observed(ranks) as traffic:                    # times the calls that FSDP, DTensor, DDP, pipelines
         with traffic.counting(clock):                   # and this trainer make
             step.forward_backward(...)
-    traffic.found["shard", "all_gather"]                # Found(count, bytes, seconds), of all counted steps
+    traffic.found["shard", "all_gather"]                # CallTotals(count, bytes, seconds), of all counted steps
 
 Bytes are those of the whole buffer that is reduced, gathered or sent (nccl-tests' convention). Exposed time is the time
 the main thread waits, and is passed to the step's clock. `seconds` lasts from a call to its completion, if that can be
@@ -56,7 +56,7 @@ Key = tuple[str, str]  # mesh dimension and kind of a collective
 
 
 @dataclass
-class Found:
+class CallTotals:
     """Calls of one kind along one mesh dimension. `seconds` is None if their ends are not observed."""
 
     count: int = 0
@@ -64,7 +64,7 @@ class Found:
     seconds: float | None = 0.0
     exposed_seconds: float = 0.0
 
-    def took(self, seconds: float) -> None:
+    def add_seconds(self, seconds: float) -> None:
         self.seconds = None if self.seconds is None else self.seconds + seconds
 
 
@@ -72,7 +72,7 @@ class Traffic:
     """Traffic and waiting times while `counting`. Groups of one rank send nothing and are not counted."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.found: dict[Key, Found] = {}
+        self.found: dict[Key, CallTotals] = {}
         self.steps = 0
         # During profiling: wait for each collective where it is called, until gloo's threads have released its
         # tensors, because the profiler sees only what this thread releases (`observe/held.py`).
@@ -101,7 +101,7 @@ class Traffic:
     def table(self) -> dict[Key, Sent]:
         return {key: Sent(found.count, found.bytes) for key, found in self.found.items() if found.count}
 
-    def start_over(self) -> None:
+    def reset(self) -> None:
         self.found.clear()
         self.steps = 0
 
@@ -117,8 +117,8 @@ class Traffic:
             self._known[key] = self._dimensions.get(members, ("other", len(members)))
         return self._known[key]
 
-    def called(self, key: Key, size: int) -> Found:
-        found = self.found.setdefault(key, Found())
+    def count(self, key: Key, size: int) -> CallTotals:
+        found = self.found.setdefault(key, CallTotals())
         found.count += 1
         found.bytes += size
         return found
@@ -134,21 +134,21 @@ class Traffic:
     def waited(self, key: Key, seconds: float) -> None:
         if self._clock is None or self.device_type != "cpu" or threading.get_ident() != self._main:
             return
-        self.found.setdefault(key, Found()).exposed_seconds += seconds
+        self.found.setdefault(key, CallTotals()).exposed_seconds += seconds
         self._clock.waited(" ".join(key), seconds)
 
-    def uses(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
+    def reference_counts(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:
         """Return the tensors of a call with their reference counts before it."""
         if not self.synchronous:
             return []
-        return [(a, _uses(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
+        return [(a, _reference_count(a)) for a in (*arguments, *named.values()) if isinstance(a, Tensor)]
 
     def wait_for_release(self, uses: list[tuple[Tensor, int]], longest_seconds: float = RELEASE_SECONDS) -> None:
         """During profiling, wait until gloo's thread has released all these tensors."""
         if not self.synchronous:
             return
         limit = time.perf_counter() + longest_seconds
-        while any(_uses(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
+        while any(_reference_count(tensor) > before for tensor, before in uses) and time.perf_counter() < limit:
             time.sleep(POLL_SECONDS)
         time.sleep(POLL_SECONDS)  # the thread releases a tensor's Python object last, which requires the GIL
 
@@ -177,7 +177,7 @@ def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
     return dimensions
 
 
-def _uses(tensor: Tensor) -> int:
+def _reference_count(tensor: Tensor) -> int:
     """Return the reference count of a tensor, in which its Python object counts as one."""
     count = getattr(tensor, "_use_count", None)  # not in PyTorch 2.11
     return int(count()) if count is not None else 0
@@ -213,7 +213,7 @@ def bucket_hook(hook: Callable[..., Any], group: Any) -> Callable[..., Any]:
         if traffic is None or not traffic.active:
             return hook(state, bucket)
         buffer = bucket.buffer()
-        uses = _uses(buffer)
+        uses = _reference_count(buffer)
         future = hook(state, bucket)
         traffic.bucket_done((traffic.dimension(group)[0], "all_reduce"), buffer, uses, future)
         return future
@@ -284,12 +284,12 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
             return plain(*arguments, **named)
         buffer: Tensor = arguments[place] if len(arguments) > place else named[keyword]
         key = (dimension, kind)
-        found = traffic.called(key, buffer.numel() * buffer.element_size())
-        uses = traffic.uses(arguments, named)
+        found = traffic.count(key, buffer.numel() * buffer.element_size())
+        uses = traffic.reference_counts(arguments, named)
         began = time.perf_counter()
         if named.get("async_op") and not traffic.synchronous:
             work = plain(*arguments, **named)
-            work.get_future().add_done_callback(lambda done: found.took(time.perf_counter() - began))
+            work.get_future().add_done_callback(lambda done: found.add_seconds(time.perf_counter() - began))
             return _Timed(work, traffic, key)
         with traffic.waiting(key):
             work = plain(*arguments, **named)
@@ -297,7 +297,7 @@ def _call(traffic: Traffic, plain: Any, kind: str, place: int, keyword: str) -> 
                 work.wait()
             else:
                 traffic.wait_for_release(uses)
-        found.took(time.perf_counter() - began)
+        found.add_seconds(time.perf_counter() - began)
         return work
 
     return timed
@@ -311,7 +311,7 @@ def _message(traffic: Traffic, plain: Any, sends: bool) -> Any:
             return work
         key = (traffic.dimension(named.get("group"))[0], "send")
         if sends:
-            traffic.called(key, tensor.numel() * tensor.element_size()).seconds = None
+            traffic.count(key, tensor.numel() * tensor.element_size()).seconds = None
         return _Timed(work, traffic, key)
 
     return timed
@@ -328,8 +328,8 @@ def _functional(
             return plain(*arguments, **named)
         key = (dimension, kind)
         tensor: Tensor = arguments[0]
-        traffic.called(key, tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1))
-        uses = traffic.uses(arguments, named)
+        traffic.count(key, tensor.numel() * tensor.element_size() * (size if kind == "all_gather" else 1))
+        uses = traffic.reference_counts(arguments, named)
         began = time.perf_counter()
         with traffic.waiting(key):
             result = plain(*arguments, **named)
@@ -350,7 +350,7 @@ def _wait_tensor(traffic: Traffic, plain: Any, pending: dict[int, tuple[Key, flo
         key, called = known
         with traffic.waiting(key):
             result = plain(tensor, *rest, **named)
-        traffic.found.setdefault(key, Found()).took(time.perf_counter() - called)
+        traffic.found.setdefault(key, CallTotals()).add_seconds(time.perf_counter() - called)
         return result
 
     return timed

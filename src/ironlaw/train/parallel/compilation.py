@@ -13,14 +13,15 @@ from torch._dynamo import lookup_backend
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ironlaw.config import RunConfig
+from ironlaw.errors import first_line
 from ironlaw.model.moe import expert_layers
-from ironlaw.train.blocks import first_line, recompute_blocks
+from ironlaw.train.blocks import recompute_blocks
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
 from ironlaw.workload.layout import SPLIT_BACKWARD
 
 
-def obstacle(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
+def reason_not_to_compile(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
     """Return why blocks are not compiled, None if they are: the same on every rank, and called on each."""
     layout = ranks.config
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:

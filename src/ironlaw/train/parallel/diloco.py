@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
 from ironlaw.model.linear import local_part
+from ironlaw.train.average import StepPlugin
 from ironlaw.train.parallel.apply import RankModel
-from ironlaw.train.parallel.names import COPY, named_like
-from ironlaw.train.parallel.plugin import StepPlugin
+from ironlaw.train.parallel.materialize import COPY, named_like
 
 CHUNK_ELEMENTS = 8 * 2**20
 """Number of elements reduced at a time: large enough for the bandwidth, small compared with the model."""
@@ -114,13 +114,13 @@ class DiLoCo(StepPlugin):
     def _of_site(self, name: str) -> str:
         return f"site{self.site}/{name}"
 
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         mine = {self._of_site(name): tensor for name, tensor in tensors.items()}
         first = {name: tensor for name, tensor in tensors.items() if self.site == 0 and name.startswith("optimizer/")}
         shared = {name: tensor.clone() for name, tensor in self._shared().items() if not name.endswith(COPY)}
         return mine | first | shared
 
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Select this site's own state if the checkpoint has it, otherwise the run's."""
         self._starts_anew = not any(key.startswith(self._of_site("")) for key in known)
         self._reset_momentum()

@@ -115,10 +115,8 @@ class _Permute(torch.autograd.Function):
         return gradients[0].index_select(0, back), None, None
 
 
-def form_groups(config: RunConfig, ranks: Ranks) -> None:
-    """Create the process groups for a model with experts, unless they exist."""
-    if ranks.groups or config.model.moe is None:
-        return
+def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
+    """Create the process groups for a model with experts, and set those of every layer."""
     together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
     if together > 1:
         others = ranks.dp * ranks.config.cp // together
@@ -129,16 +127,11 @@ def form_groups(config: RunConfig, ranks: Ranks) -> None:
     if ranks.experts is not None:
         for dimension in ("expert_replicate", "expert_shard", "ep"):
             ranks.groups[dimension] = ranks.experts.get_group(dimension)
-
-
-def share(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
-    """Set the process groups of every layer of experts."""
-    form_groups(config, ranks)
     for layer in expert_layers(model):
         layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
 
 
-def divide(experts: Experts, ranks: Ranks) -> None:
+def shard_experts(experts: Experts, ranks: Ranks) -> None:
     """Divide the experts over ep and the inner width of each over tp."""
     for name, inner in (("gate", 1), ("up", 1), ("down", 2)):
         linear = getattr(experts, name)

@@ -17,9 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import CommunicationConfig, RunConfig
+from ironlaw.train.average import StepPlugin
 from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.communication import bucket_hook
-from ironlaw.train.parallel.plugin import StepPlugin
 
 EPSILON = 1e-8
 """Added to the norm of a column: gradients of a lower rank than PowerSGD's have zero columns."""
@@ -87,18 +87,18 @@ class PowerSGD(StepPlugin):
         state = self.state
         return {own: state.error_dict, "powersgd/p": state.p_memory_dict, "powersgd/q": state.q_memory_dict}
 
-    def saved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         own = {f"{name}/{bucket}": t.clone() for name, kept in self._named().items() for bucket, t in kept.items()}
         return tensors | own
 
-    def wanted(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
         """Allocate the state that the checkpoint has. For another number of ranks it is not read: errors are lost."""
         found: dict[str, Tensor] = {}
         for name, kept in self._named().items():
             kept.clear()
             for bucket in (int(key.removeprefix(name + "/")) for key in known if key.startswith(name + "/")):
                 kept[bucket] = found[f"{name}/{bucket}"] = torch.empty(known[f"{name}/{bucket}"])
-        if not self.state.error_dict:  # the matrices start anew too
+        if not self.state.error_dict:  # the matrices start over too
             found = {}
             self.state.p_memory_dict.clear()
             self.state.q_memory_dict.clear()

@@ -1,20 +1,26 @@
 """A job of many ranks for `ironlaw train`: join, check that all ranks agree, train, leave. It is planned on all ranks,
 steps on a layout and watches the ranks.
 
-Before the first step ranks compare what they run. A difference is refused with one line that names the rank.
+torchrun keeps its store across restarts, including the addresses of dead ranks, and counts restarts per node, so that
+no environment variable identifies a start on all nodes. Therefore rank 0 chooses a name for it, and every rank verifies
+that it takes part. Before the first step ranks compare what they run. A difference is refused with one line that names
+the rank.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import socket
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,18 +37,105 @@ from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, form_group, on_rank_0, planned_layout, sites_of, start, usable
-from ironlaw.train.parallel.rendezvous import FINISHED, Rendezvous, join, stand_by
+from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, planned_layout, sites_of, usable
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
 from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.session import run_training
 
+ROUND, STARTS, FINISHED = "ironlaw/round", "ironlaw/starts", "finished"
+POLL_SECONDS = 0.02
+TIMEOUT_SECONDS = 360.0  # PyTorch's timeout, in case the watcher has not ended the job before
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """`store` is exclusive to this start. `restarted`: torchrun has started the job before, with any size."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    restarted: bool
+
+
+def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
+    """Meet the other ranks that torchrun started."""
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
+    except ValueError as error:  # a variable that torchrun sets is missing or not a number
+        raise UserError(f"{error}: start with torchrun, or unset WORLD_SIZE") from None
+    return meet(store, rank, size, timeout_seconds)
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Rendezvous:
+    """Meet all ranks. Raises UserError if not all of them come in time.
+
+    Rank 0 publishes a name; each other rank stores a random word under it; rank 0 publishes all words. A rank that does
+    not find its own word among them has read the name of an earlier start, and tries again.
+    """
+    until = time.monotonic() + timeout_seconds
+    if rank == 0:
+        restarted = store.add(STARTS, 1) > 1 or torchrun_integer("TORCHELASTIC_RESTART_COUNT", 0) > 0
+        name = f"{uuid.uuid4().hex}/{size}"
+        store.set(ROUND, name)
+        keys = [f"{name}/{other}" for other in range(1, size)]
+        while keys and not store.check(keys):
+            _pause(until, "not all ranks came")
+        words = [store.get(key).decode() for key in keys]
+        store.set(f"{name}/all", json.dumps({"words": words, "restarted": restarted}))
+        return Rendezvous(dist.PrefixStore(name, store), rank, size, restarted)
+    mine = uuid.uuid4().hex
+    while True:
+        if store.check([ROUND]):
+            name = store.get(ROUND).decode()
+            if name.endswith(f"/{size}"):  # otherwise the name of a start with fewer or more ranks
+                if store.check([f"{name}/all"]):
+                    meeting = json.loads(store.get(f"{name}/all"))
+                    if mine in meeting["words"]:
+                        return Rendezvous(dist.PrefixStore(name, store), rank, size, meeting["restarted"])
+                else:
+                    store.set(f"{name}/{rank}", mine)
+        _pause(until, "rank 0 did not come")
+
+
+def stand_by(rendezvous: Rendezvous) -> None:
+    """Wait until the other ranks are done. If one of them dies, torchrun ends this rank too and restarts all."""
+    while True:
+        time.sleep(1.0)
+        try:
+            if rendezvous.store.check([FINISHED]):
+                return
+        except RuntimeError:  # rank 0, which serves the store, has ended
+            return
+
+
+def _pause(until: float, what: str) -> None:
+    if time.monotonic() > until:
+        raise UserError(f"{what} within the time allowed: look at the output of the other nodes")
+    time.sleep(POLL_SECONDS)
+
+
+RECORDED_COLLECTIVES = 256
+
+
+def form_group(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> None:
+    """Create the process group of the first `size` ranks that have met."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED_COLLECTIVES))  # the flight recorder's, for the watcher
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # durations of kernels
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_seconds), rank=rendezvous.rank,
+        world_size=size, store=rendezvous.store,
+    )  # fmt: skip
+
+
 CLOCK_SECONDS = 5.0
 """With a larger difference between clocks, checkpoints and logs of one job contradict each other."""
 
-WORDS = {
+DIFFERENCES = {
     "torch": "PyTorch {theirs}, rank 0 has {ours}: install the same on every node",
     "ironlaw": "Ironlaw {theirs}, rank 0 has {ours}: install the same on every node",
     "python": "Python {theirs}, rank 0 has {ours}: use the same on every node",
@@ -70,7 +163,7 @@ def first_difference(by_rank: list[dict[str, Any]]) -> str | None:
     first = by_rank[0]
     for rank, theirs in enumerate(by_rank):
         who = f"rank {rank} on {theirs['host']} has"
-        for name, words in WORDS.items():
+        for name, words in DIFFERENCES.items():
             if theirs[name] != first[name]:
                 return f"{who} {words.format(theirs=theirs[name], ours=first[name])}"
         apart = theirs["clock_seconds"] - first["clock_seconds"]
@@ -82,7 +175,7 @@ def first_difference(by_rank: list[dict[str, Any]]) -> str | None:
     return None
 
 
-def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
+def check_equal(ranks: Ranks, mine: dict[str, Any]) -> None:
     """If ranks differ, raise UserError on rank 0 and exit silently on the others."""
     by_rank = ranks.gather(mine)
 
@@ -93,21 +186,8 @@ def check_alike(ranks: Ranks, mine: dict[str, Any]) -> None:
     ranks.on_rank_0(refuse)
 
 
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
-SPARE_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
-
-
-def train_on_ranks(
-    config: RunConfig, ranks: Ranks, store: dist.Store, out: Path, profile: Profile,
-    end: Callable[[int], Any] = os._exit, **named: Any,
-) -> Outcome:  # fmt: skip
-    """Train on every rank. `store` is exclusive to these ranks; `end` ends a rank after a hang."""
-
-    def observer(run: RunDirectory) -> RankObserver:
-        watcher = Watcher(ranks, store, config.recovery.collective_seconds, partial(_hung, run), end)
-        return RankObserver(ranks, config, watcher)
-
-    return run_training(config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named)
+LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")  # in gloo's messages
+EXTRA_TIMEOUT_SECONDS = 60.0  # by which PyTorch's timeout is later than the watcher's, whose report is more detailed
 
 
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
@@ -118,19 +198,31 @@ def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
 
 @dataclass
 class RankJob:
+    """A job of `ranks`. `store` is exclusive to them; more processes stand by."""
+
     config: RunConfig
     ranks: Ranks
-    rendezvous: Rendezvous
+    store: dist.Store
+    restarted: bool = False  # torchrun has started the job before
+    standing_by: int = 0
 
     @property
     def title(self) -> str:
         """Description of the job for the console."""
-        left = self.rendezvous.size - self.ranks.size
         layout = planned_layout(self.config, self.ranks.config)
-        return f"{self.ranks.size} ranks: {layout}" + (f" ({left} more stand by)" if left else "")
+        return f"{self.ranks.size} ranks: {layout}" + (f" ({self.standing_by} more stand by)" * bool(self.standing_by))
 
-    def train(self, out: Path, profile: Profile, **named: Any) -> Outcome:
-        return train_on_ranks(self.config, self.ranks, self.rendezvous.store, out, profile, **named)
+    def train(self, out: Path, profile: Profile, end: Callable[[int], Any] = os._exit, **named: Any) -> Outcome:
+        """Train on every rank. `end` ends a rank after a hang."""
+        config, ranks = self.config, self.ranks
+
+        def observer(run: RunDirectory) -> RankObserver:
+            watcher = Watcher(ranks, self.store, config.recovery.collective_seconds, partial(_hung, run), end)
+            return RankObserver(ranks, config, watcher)
+
+        return run_training(
+            config, out, profile, ranks, make_plan=plan_job, step=LayoutStep, observer=observer, **named
+        )
 
 
 Choose = Callable[[RunConfig, int], RunConfig]  # the layout of so many ranks
@@ -172,25 +264,25 @@ def job(
         config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
     elastic = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before ranks wait for each other
-        _quietly(lambda: check(config, size))
+        _raise_on_rank_0(lambda: check(config, size))
     rendezvous = join()
     fewer = elastic and (resume or rendezvous.restarted)
-    used = _quietly(lambda: usable(config, size)) if fewer else size
+    used = _raise_on_rank_0(lambda: usable(config, size)) if fewer else size
     if rendezvous.rank >= used:
         stand_by(rendezvous)
         raise SystemExit(0)
     try:
-        form_group(rendezvous, used, config.recovery.collective_seconds + SPARE_SECONDS)
+        form_group(rendezvous, used, config.recovery.collective_seconds + EXTRA_TIMEOUT_SECONDS)
         if planned and choose is not None:
             config = on_rank_0(partial(_chosen, choose, written, config, used))
         layout = on_rank_0(partial(check, config, used))
-        ranks = start(layout, sites_of(config, layout))
-        check_alike(ranks, rank_facts(config))
-        yield RankJob(config, ranks, rendezvous)
+        ranks = create_mesh(layout, sites_of(config, layout))
+        check_equal(ranks, rank_facts(config))
+        yield RankJob(config, ranks, rendezvous.store, rendezvous.restarted, rendezvous.size - used)
         if ranks.is_rank_0:
             rendezvous.store.set(FINISHED, "")
     except RuntimeError as error:
-        if not any(words in str(error) for words in LOST):
+        if not any(words in str(error) for words in LOST_CONNECTION):
             raise
         # All ranks but the one that died end here, and torchrun reports that one.
         print(f"ironlaw: rank {rendezvous.rank} has lost the connection to another rank", file=sys.stderr, flush=True)
@@ -227,7 +319,7 @@ def _gloo_runs() -> bool:
     return False
 
 
-def _quietly(function: Callable[[], Result]) -> Result:
+def _raise_on_rank_0(function: Callable[[], Result]) -> Result:
     """Call a function that behaves alike on every rank. Rank 0 raises its UserError, the others exit silently."""
     try:
         return function()

@@ -1,40 +1,79 @@
-"""Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process.
+"""Copies whole tensors into the parts that a rank holds: initial weights, and checkpoints of one process. Names of
+tensors on disk do not depend on how ranks divide them (`named_tensors`).
 
-A model may be on PyTorch's `meta` device (`shapes`), without data. After the layout is applied, every rank generates
-all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts. The values
-are those of one process, and no rank holds more than its parts, one whole tensor and, while generators are advanced to
-the state that one process has, one block. This takes as long as on one process.
+A model may be on PyTorch's `meta` device (`build_on_meta`), without data. After the layout is applied, every rank
+generates all weights, one tensor at a time, in the order and from the generator of one process, and keeps its parts.
+The values are those of one process, and no rank holds more than its parts, one whole tensor and, while generators are
+advanced to the state that one process has, one block. This takes as long as on one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import read_weights
-from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
-from ironlaw.train.checkpoint import STATE, WEIGHTS, check_model, newest_of
-from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
+from ironlaw.train.checkpoint import check_model, newest_of
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.workload.optimizers import OptimizerConfig
+
+COPY = "#copy"
+QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
+
+
+def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of weights and optimizer state, as views; on a layout, of the parts this rank holds."""
+    # Router biases, which balance the load of experts, are updated without gradients.
+    yield from ((f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
+    for name, parameter in model.named_parameters():
+        yield from _named_on_disk("weights", name, "", parameter.detach(), model)
+        for key, value in () if optimizer is None else optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                yield from _named_on_disk("optimizer", name, f"/{key}", value, model)
+
+
+def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of `tensors`, each stored under the id of the parameter whose shape and name it shares."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tensors:
+            yield from _named_on_disk(prefix, name, "", tensors[id(parameter)], model)
+
+
+def _named_on_disk(prefix: str, name: str, key: str, tensor: Tensor, model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield a tensor by its names on disk. A tied output layer is a parameter of its own only if it is a copy."""
+    copied = name == "head.weight" and model.config.tied
+    common = "embedding.weight" if copied else name
+    for part, view in split_projection(f"{prefix}/{common}{key}", tensor, model.config):
+        yield part + COPY * copied, view
+
+
+def split_projection(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield a fused projection as its three parts, with their names in checkpoints, and other tensors unchanged. All
+    three parts share a scalar, or a tensor that ranks have divided."""
+    if not re.search(r"\.attention\.qkv\.(weight|bias)(/|$)", name):
+        yield name, tensor
+        return
+    fused = tensor.dim() and tensor.shape[0] == sum(config.qkv_sizes) and not hasattr(tensor, "to_local")
+    parts = tensor.split(config.qkv_sizes) if fused else (tensor,) * 3
+    for part, view in zip(QKV, parts, strict=True):
+        yield name.replace(".qkv.", f".qkv.{part}."), view
+
 
 SplitTensor = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
 """Splits a tensor of one process, given by name, into the tensors that ranks have instead, with their names on disk."""
 
 
-def shapes(config: ModelConfig) -> Transformer:
+def build_on_meta(config: ModelConfig) -> Transformer:
     """Return the model on the meta device, without data."""
     with torch.device("meta"):
         return Transformer(config)
@@ -55,17 +94,19 @@ def materialize(parts: Iterable[Transformer], device: torch.device, initialize: 
                 buffer.zero_()
         part.make_rotary_tables(device)
     if initialize:
-        fill(parts, lambda wanted: first_weights(parts[0].config))
+        copy_from(parts, lambda wanted: initial_weights(parts[0].config))
 
 
 @torch.no_grad()
-def fill(parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]) -> None:
+def copy_from(
+    parts: Iterable[Transformer], source: Callable[[Callable[[str], bool]], Iterable[tuple[str, Tensor]]]
+) -> None:
     """Copy whole tensors from `source`, one at a time, into the parts. `source` takes a filter for names."""
     parts = list(parts)
     targets = {name: tensor for part in parts for name, tensor in named_tensors(part)}
     known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
     for name, whole in source(known.__contains__):
-        copy_shards(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
+        copy_parts(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
 
 
 def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
@@ -81,10 +122,10 @@ def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transf
         check_model(found, config)
         store.read(found.path, joined, {})
     else:
-        fill(parts, lambda wanted: read_weights(folder, config, wanted))
+        copy_from(parts, lambda wanted: read_weights(folder, config, wanted))
 
 
-def first_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
     _draw_constructors(config)
     for parameter in model_parameters(config):
@@ -104,7 +145,7 @@ def _draw_constructors(config: ModelConfig) -> None:
     nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
 
 
-def copy_shard(target: Tensor, whole: Tensor) -> None:
+def copy_part(target: Tensor, whole: Tensor) -> None:
     """Copy this rank's part of `whole` into `target`."""
     if not isinstance(target, DTensor):
         target.copy_(whole)
@@ -115,36 +156,9 @@ def copy_shard(target: Tensor, whole: Tensor) -> None:
         local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))])
 
 
-def copy_shards(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: SplitTensor) -> None:
+def copy_parts(name: str, whole: Tensor, targets: Mapping[str, Tensor], split: SplitTensor) -> None:
     """Split a whole tensor by `split`, and copy this rank's share into the `targets` with the same names."""
     for part, tensor in split(name, whole):
         for target in (targets.get(part), targets.get(part + COPY)):
             if target is not None:
-                copy_shard(target, tensor)
-
-
-@torch.no_grad()
-def read_checkpoint(
-    folder: Path, wanted: dict[str, Tensor], optimizer: Any, settings: OptimizerConfig, unsharded: Sequence[Parameter],
-    split: SplitTensor,
-) -> dict[str, Any]:  # fmt: skip
-    """Read a checkpoint of one process, with the tensors `unsharded`, into `wanted` (names as in `store.py`), split by
-    `split`. Returns its small states."""
-    saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
-    with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for name in tuple(file.keys()):
-            copy_shards(f"weights/{name}", file.get_tensor(name), wanted, split)
-    average = saved.get("average", {}).get("tensors", ())
-    for parameter, whole in zip(unsharded, average, strict=False):
-        copy_shards(f"average/{parameter.name}", whole, wanted, split)
-    if optimizer is None:
-        return saved
-    if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
-        optimizer.load_state_dict(saved["optimizer"])
-        return saved
-    order = list(chain.from_iterable(grouped(unsharded, settings).values()))
-    for index, state in saved["optimizer"]["state"].items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                copy_shards(f"optimizer/{order[index]}/{key}", value, wanted, split)
-    return saved
+                copy_part(target, tensor)

@@ -1,16 +1,18 @@
 """Observes the ranks of a job: communication, slow and hanging ranks, and their measured ledger.
 
-It uses the timed calls of `communication.py`, the thread of `watcher.py` and the comparison of ranks in `straggler.py`.
-At the end rank 0 merges the observations of all ranks.
+It uses the timed calls of `communication.py` and the thread of `watcher.py`. At the end rank 0 merges the observations
+of all ranks. In a step with collectives every rank takes as long as the slowest; a slow rank is one whose own time,
+without its waits for other ranks, is an outlier.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,76 @@ from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.held import Recorded
 from ironlaw.observe.measured import Observations, typical
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.mesh import Observer, StepResult
-from ironlaw.train.parallel import flight_recorder
+from ironlaw.train.mesh import Observer
 from ironlaw.train.parallel.communication import Traffic, observed
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.parallel.straggler import StragglerDetector
-from ironlaw.train.parallel.watcher import Watcher
+from ironlaw.train.parallel.watcher import Watcher, kernel_seconds
+from ironlaw.train.recovery import SIGMA
+
+CERTAIN_SIGMAS = 4.0  # robust standard deviations above the median
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    rank: int
+    own_seconds: float
+    typical_seconds: float
+    share: float  # of the step, for which the others wait
+
+    @property
+    def excess_fraction(self) -> float:
+        """The excess over the others' time, as a fraction of that."""
+        return self.own_seconds / self.typical_seconds - 1 if self.typical_seconds else float("inf")
+
+
+def slow_ranks(own: Sequence[float], wall: float, stages: Sequence[int], threshold: float) -> list[SlowRank]:
+    """Return the ranks whose own seconds exceed the median of their pipeline stage by `threshold` of the step and by
+    four robust standard deviations. Stages with a single rank are skipped."""
+    found = []
+    for stage in sorted(set(stages)):
+        members = [rank for rank, its in enumerate(stages) if its == stage]
+        if len(members) < 2 or wall <= 0:
+            continue
+        values = sorted(own[rank] for rank in members)
+        middle = values[(len(values) - 1) // 2]
+        spread = SIGMA * statistics.median(abs(value - middle) for value in values)
+        for rank in members:
+            excess = own[rank] - middle
+            # With two or three ranks the deviation is of no use: the slow rank may be half of them.
+            if excess > threshold * wall and (len(members) < 4 or excess > CERTAIN_SIGMAS * spread):
+                found.append(SlowRank(rank, own[rank], middle, excess / wall))
+    return found
+
+
+@dataclass
+class StragglerDetector:
+    """Follows the ranks of one run. `observe` returns changes: ranks that became slow, and those slow no more."""
+
+    stages: Sequence[int]
+    threshold: float
+    patience: int = 2  # consecutive windows
+    total: list[float] = field(default_factory=list)  # own seconds by rank
+    steps: int = 0
+    _windows: list[set[int]] = field(default_factory=list)  # slow ranks of the latest ones
+    _known: set[int] = field(default_factory=set)
+
+    def observe(self, own: Sequence[float], wall: float, steps: int) -> tuple[list[SlowRank], list[int]]:
+        """Add a window of `steps` steps with its own and wall seconds. Returns newly slow ranks, and recovered ones."""
+        self.total = [a + b for a, b in zip(self.total or [0.0] * len(own), own, strict=True)]
+        self.steps += steps
+        slow = {each.rank: each for each in slow_ranks(own, wall, self.stages, self.threshold)}
+        self._windows = [*self._windows, set(slow)][-self.patience :]
+        lasting = set.intersection(*self._windows) if len(self._windows) == self.patience else set()
+        slowed = sorted(lasting - self._known)
+        recovered = sorted(self._known.difference(*self._windows))
+        self._known = (self._known | lasting) - set(recovered)
+        return [slow[rank] for rank in slowed], recovered
+
+    @property
+    def own_seconds(self) -> list[float]:
+        """Mean own seconds per step of each rank, over the whole run."""
+        return [seconds / self.steps for seconds in self.total] if self.steps else []
+
 
 OTHER = "between collectives"
 """Ledger line for communication time outside the observed collectives: work done for them in that phase."""
@@ -74,7 +140,7 @@ class RankObserver(Observer):
             yield
         finally:  # a loss spike may end the profile while the run continues
             self.traffic.synchronous = False
-            self.traffic.start_over()
+            self.traffic.reset()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Average the operations over ranks. The peak is that of the first profiled step, before any work between
@@ -86,28 +152,20 @@ class RankObserver(Observer):
 
     # -- slow ranks ------------------------------------------------------------------------------------------
 
-    def _comparing(self, number: int) -> bool:
-        return self.every > 0 and number % self.every == 0
-
-    def numbers(self, number: int) -> list[float]:
-        """Return wall seconds per rank since the last comparison, then a list by rank with only this rank's own."""
-        if not self._comparing(number):
-            return []
+    def after_step(self, number: int, event: Callable[..., None], say: Callable[[str], None]) -> None:
+        """Compare the ranks every few steps. All ranks get the same numbers; rank 0 reports slow ones."""
+        if not self.every or number % self.every:
+            return
         own, wall = self._own_seconds, self._wall_seconds
         self._own_seconds = self._wall_seconds = 0.0
         if self.ranks.device.type == "cuda":  # the host does not wait for collectives, the device does
-            own = max(0.0, wall - flight_recorder.kernel_seconds())
-        rank, size = self.ranks.rank, self.ranks.size
-        return [wall / size, *(own if index == rank else 0.0 for index in range(size))]
-
-    def after_step(
-        self, result: StepResult, number: int, event: Callable[..., None], say: Callable[[str], None]
-    ) -> None:
-        """Report slow ranks. All ranks get the same numbers; rank 0 writes the report."""
-        if not self.ranks.is_rank_0 or not self._comparing(number):
+            own = max(0.0, wall - kernel_seconds())
+        by_rank = [0.0] * self.ranks.size
+        by_rank[self.ranks.rank] = own
+        wall, *by_rank = self.ranks.sum([wall / self.ranks.size, *by_rank])
+        if not self.ranks.is_rank_0:
             return
-        wall, *own = result.added
-        slowed, recovered = self.stragglers.observe(own, wall, self.every)
+        slowed, recovered = self.stragglers.observe(by_rank, wall, self.every)
         for slow in slowed:
             host = self.watcher.host(slow.rank)
             say(
@@ -126,9 +184,9 @@ class RankObserver(Observer):
         kept = {id(step) for step in typical(observed.steps)}
         chosen = self.ranks.on_rank_0(lambda: [i for i, step in enumerate(observed.steps) if id(step) in kept])
         steps = [observed.steps[index] for index in chosen if index < len(observed.steps)]
-        self._by_rank = self.ranks.gather(self._seen(steps))
+        self._by_rank = self.ranks.gather(self._observations(steps))
 
-    def _seen(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
+    def _observations(self, steps: Sequence[StepTimes]) -> dict[str, Any]:
         """Return this rank's observations as plain data: seconds, counts and bytes per step."""
         traffic, count = self.traffic, max(1, self.traffic.steps)
         exposed = means([s.waited_seconds for s in steps])

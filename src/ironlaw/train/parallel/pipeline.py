@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ContextDecorator
 from typing import Any, cast
 
 import torch
@@ -17,12 +17,10 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.schedule import CLASSES, layers_of
 
 
-def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
+def cut_stage(model: Transformer, stages: int, virtual: int, stage: int) -> Transformer:
     """Return one stage of `model`. Its parts keep their names, under which checkpoints hold them."""
-    part = Transformer.__new__(Transformer)
-    nn.Module.__init__(part)
-    part.config, part.partition, part.dropout_seed = model.config, model.partition, model.dropout_seed
-    part.loss_chunk = model.loss_chunk
+    part = _empty(model)
+    part.partition, part.dropout_seed, part.loss_chunk = model.partition, model.dropout_seed, model.loss_chunk
     for name in ("embedding", "positions", "embedding_norm"):
         setattr(part, name, getattr(model, name) if stage == 0 else None)
     part.blocks = nn.ModuleList()
@@ -41,21 +39,26 @@ def cut(model: Transformer, stages: int, virtual: int, stage: int) -> Transforme
     return part
 
 
-def joined(parts: dict[int, Transformer]) -> Transformer:
+def _empty(model: Transformer) -> Transformer:
+    """Return a model of the same config without any parts."""
+    part = Transformer.__new__(Transformer)
+    nn.Module.__init__(part)
+    part.config = model.config
+    return part
+
+
+def join_stages(parts: dict[int, Transformer]) -> Transformer:
     """Return one module with all stages of this rank, under their own names, for the optimizer and checkpoints."""
     if len(parts) == 1:
         return next(iter(parts.values()))
-    some = next(iter(parts.values()))
-    roof = Transformer.__new__(Transformer)
-    nn.Module.__init__(roof)
-    roof.config = some.config
+    model = _empty(next(iter(parts.values())))
     for name in ("embedding", "positions", "embedding_norm", "final_norm", "head"):
-        setattr(roof, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
-    roof.blocks = nn.ModuleList()
+        setattr(model, name, next((found for p in parts.values() if (found := getattr(p, name)) is not None), None))
+    model.blocks = nn.ModuleList()  # after the embedding, as modules are in order of their assignment
     for part in parts.values():
         for name, block in part.blocks.named_children():
-            roof.blocks.add_module(name, block)
-    return roof
+            model.blocks.add_module(name, block)
+    return model
 
 
 def build_schedule(
@@ -66,7 +69,7 @@ def build_schedule(
     sequence: int,
     hidden: int,
     autocast: Callable[[], Any],
-    phase: Callable[[Phase], AbstractContextManager[None]] = lambda phase: nullcontext(),
+    phase: Callable[[Phase], ContextDecorator],
 ) -> Any:
     """Return the schedule over this rank's `parts` (stage number to module). Shapes are given, so none are exchanged.
 
@@ -83,7 +86,7 @@ def build_schedule(
     for number, part in parts.items():
         built.append(
             PipelineStage(
-                _under(cast(Transformer, part), autocast), number, stages, ranks.device,
+                _as_stage(cast(Transformer, part), autocast), number, stages, ranks.device,
                 input_args=tokens if number == 0 else stream,
                 output_args=loss if number == stages - 1 else stream,
                 group=ranks.group("pp"),
@@ -91,25 +94,13 @@ def build_schedule(
         )  # fmt: skip
     for stage in built:
         for name, which in PASSES.items():
-            setattr(stage, name, _within(getattr(stage, name), phase, which))
+            setattr(stage, name, phase(which)(getattr(stage, name)))
     single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
     kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
     # The last stage computes the loss, from the same targets, divided by the number of micro-batches as without a
     # pipeline: gradients need no scaling.
     last = lambda output, target: output.sum()  # noqa: E731
     return kind(built[0] if single else built, micro_batches, loss_fn=last, scale_grads=False)
-
-
-def _within(
-    function: Callable[..., Any], phase: Callable[[Phase], AbstractContextManager[None]], which: Phase
-) -> Callable[..., Any]:
-    """Return the function with its time counted to a phase."""
-
-    def timed(*arguments: Any, **named: Any) -> Any:
-        with phase(which):
-            return function(*arguments, **named)
-
-    return timed
 
 
 PASSES = {
@@ -119,7 +110,7 @@ PASSES = {
 }
 
 
-def _under(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
+def _as_stage(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
     """Adapt a stage to the schedule's calls: the last one receives targets, and returns the loss with a dimension."""
     if hasattr(part, "as_stage"):  # adapted for another schedule over the same stages
         return part

@@ -34,7 +34,7 @@ SMALL_BYTES, LARGE_BYTES = 64, 2**19
 ROUNDS = 5
 
 
-def costs_here(profile: Profile) -> RankCosts:
+def link_costs(profile: Profile) -> RankCosts:
     """Return the costs of communication between two ranks of this machine, measured once per machine."""
     try:
         costs = load_costs()
@@ -58,7 +58,7 @@ def plan_job(config: RunConfig, profile: Profile, ranks: Ranks) -> Ledger:
         return ranks.on_rank_0(lambda: plan_on_accelerators(config, profile, size, local).ledger)
     between = _between(local) if local < size else None
     return ranks.on_rank_0(
-        lambda: plan_config(config, profile, size, RankFabric(costs_here(profile), local, between)).ledger
+        lambda: plan_config(config, profile, size, RankFabric(link_costs(profile), local, between)).ledger
     )
 
 
@@ -104,36 +104,31 @@ def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabr
     return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
 
 
-def _between(local: int) -> Link:
-    """Time messages between the first ranks of the first two hosts, over the job's own group."""
-    me, reply = dist.get_rank(), [None]
+def _between(local: int) -> Link | None:
+    """Time messages between the first ranks of the first two hosts, over the job's own group. None on all others."""
+    me = dist.get_rank()
+    if me not in (0, local):
+        return None
     seconds: dict[int, float] = {}
-    if me in (0, local):
-        other = local - me
-        for size in (SMALL_BYTES, LARGE_BYTES):
-            buffer = torch.zeros(size // 4)
-            times = []
-            for _ in range(ROUNDS):
-                began = time.perf_counter()
-                for sends in (me == 0, me != 0):
-                    dist.send(buffer, other) if sends else dist.recv(buffer, other)
-                times.append((time.perf_counter() - began) / 2)
-            seconds[size] = min(times[1:])
-    if me == 0:
-        rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
-        reply = [(seconds[SMALL_BYTES], rate)]  # type: ignore[list-item]
-    dist.broadcast_object_list(reply)
-    assert reply[0] is not None
-    latency, rate = reply[0]
-    return Link(latency, rate)
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        buffer = torch.zeros(size // 4)
+        times = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            for sends in (me == 0, me != 0):
+                dist.send(buffer, local - me) if sends else dist.recv(buffer, local - me)
+            times.append((time.perf_counter() - began) / 2)
+        seconds[size] = min(times[1:])
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(1e-9, seconds[LARGE_BYTES] - seconds[SMALL_BYTES])
+    return Link(seconds[SMALL_BYTES], rate)
 
 
 def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoice[StepPlan] | LayoutChoice[ClusterPlan]:
     """Return the layout planned to be fastest among those that fit and that this trainer can run on `size` ranks."""
     local = local_ranks(size)
     if profile.device == "cpu":
-        fabric = RankFabric(costs_here(profile), local)
-        return best_layout(config, profile, size, fabric, lambda layout: runs(config, layout))
+        fabric = RankFabric(link_costs(profile), local)
+        return best_layout(config, profile, size, fabric, lambda layout: can_run(config, layout))
     cluster, _ = _accelerators(profile, size, local)
     wanted: dict[str, Any] = {"recompute": config.recompute, "offload": config.train.offload}
 
@@ -146,14 +141,14 @@ def choose_layout(config: RunConfig, profile: Profile, size: int) -> LayoutChoic
     asked = _step(config, cluster, plan_run(kept, profile).decided.precision)
     fastest = (replace(one.layout, **wanted) for one in search(replace(asked, excluded=excluded), keep=50).best)
     return chosen(
-        (layout for layout in fastest if runs(config, layout)),
+        (layout for layout in fastest if can_run(config, layout)),
         # The memory of our trainer is planned layout by layout.
         lambda layout: plan_on_accelerators(with_layout(config, layout), profile, size, local), size,
         fastest_first=True,
     )  # fmt: skip
 
 
-def runs(config: RunConfig, layout: Layout) -> bool:
+def can_run(config: RunConfig, layout: Layout) -> bool:
     """Whether this trainer can run `config` in this layout."""
     try:
         check(with_layout(config, layout), layout.accelerators)

@@ -23,8 +23,6 @@ from ironlaw.plan.recipe import layout_of, micro_batch_of, not_trained_here
 from ironlaw.schema import Refusals, refuse
 from ironlaw.train.mesh import Mesh, Result
 from ironlaw.train.noise_scale import first_part
-from ironlaw.train.parallel import flight_recorder
-from ironlaw.train.parallel.rendezvous import Rendezvous
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sharding import expert_dp
 
@@ -223,19 +221,7 @@ def usable(config: RunConfig, size: int) -> int:
     raise first
 
 
-def form_group(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> None:
-    """Create the process group of the first `size` ranks that have met."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(torchrun_integer("LOCAL_RANK", 0))
-    flight_recorder.switch_on()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds),
-        rank=rendezvous.rank, world_size=size, store=rendezvous.store,
-    )  # fmt: skip
-
-
-def start(config: LayoutConfig, sites: int = 1) -> Ranks:
+def create_mesh(config: LayoutConfig, sites: int = 1) -> Ranks:
     """Create the mesh of the process group's ranks."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")

@@ -25,7 +25,7 @@ from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.moe_config import MoEConfig
+from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
 from ironlaw.workload.collectives import Table, aliases_of, table_of
@@ -58,7 +58,7 @@ class RehearsedStage:
         }
 
 
-def tiny(model: ModelConfig, layout: Layout) -> RunConfig:
+def tiny_config(model: ModelConfig, layout: Layout) -> RunConfig:
     """Return a config with the same kinds of parts, layers and divisions, each as small as the layout permits."""
     if layout.expert_tp != layout.tp:
         raise UserError(f"etp = {layout.etp}: this trainer splits an expert over all tp ranks: give a --layout without")
@@ -114,7 +114,7 @@ def _few_experts(moe: MoEConfig, layout: Layout) -> dict[str, Any]:
 
 def rehearse(model: ModelConfig, layout: Layout) -> list[RehearsedStage]:
     """Rehearse one rank of every pipeline position, two at a time. UserError if the trainer cannot run the layout."""
-    config = tiny(model, layout)
+    config = tiny_config(model, layout)
     from ironlaw.train.parallel.ranks import check
 
     check(config, layout.accelerators)
@@ -139,7 +139,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     from ironlaw.observe.held import Recorded, recording
     from ironlaw.observe.profile import silent_stderr
     from ironlaw.train.parallel.communication import counted
-    from ironlaw.train.parallel.ranks import check, start
+    from ironlaw.train.parallel.ranks import check, create_mesh
     from ironlaw.train.parallel.step import LayoutStep
 
     document, position, rank = arguments
@@ -172,7 +172,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
         return SimpleNamespace(wait=work.wait, get_future=lambda: done)
 
     dist.all_reduce = reduced
-    ranks = start(check(config, layout.accelerators))
+    ranks = create_mesh(check(config, layout.accelerators))
     dist.new_group = lambda **named: dist.group.WORLD  # only for checkpoints, which are not written
     step = LayoutStep(config, Decisions("fp32"), ranks)
     tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.apply import apply
-from ironlaw.train.parallel.materialize import read_first_weights, shapes
+from ironlaw.train.parallel.materialize import build_on_meta, read_first_weights
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
@@ -48,12 +48,12 @@ class LayoutStep(Step):
         self.micro_batch = micro_batch_of(config, self.share)
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
-        model = self._adapted() if adapts else shapes(config.model)
+        model = self._adapted() if adapts else build_on_meta(config.model)
         precision.prepare(model, model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
-        why_not = compilation.obstacle(config, ranks, plan.recompute) if wanted == "on" else None
+        why_not = compilation.reason_not_to_compile(config, ranks, plan.recompute) if wanted == "on" else None
         if why_not is not None:
             self.say(f"training without torch.compile: {why_not}")
         self._compiled = wanted == "on" and why_not is None
@@ -286,9 +286,7 @@ class LayoutStep(Step):
 
     # -- agreement among ranks -------------------------------------------------------------------------------
 
-    def _reduce_and_clip(
-        self, loss: Tensor, stop: bool, numbers: Sequence[float]
-    ) -> tuple[float, float, bool, list[float]]:
+    def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[float, float, bool]:
         """Clip the gradients and agree on all results in one all-reduce; elements with copies count once in the norm.
 
         Sites that train independently each clip by a norm of their own; the first site's is returned.
@@ -297,12 +295,12 @@ class LayoutStep(Step):
         weight = 1.0 / (self.mesh.dp * layout.cp * layout.tp) if self.has_loss else 0.0
         squares = torch.zeros(sites, device=device, dtype=torch.float64)
         squares[self.mesh.index("site")] = self.square()
-        flag, more = (torch.tensor(some, device=device, dtype=torch.float64) for some in ([float(stop)], [*numbers]))
-        together = torch.cat([(loss.detach().double() * weight).reshape(1), flag, squares, more])
+        flag = torch.tensor([float(stop)], device=device, dtype=torch.float64)
+        together = torch.cat([(loss.detach().double() * weight).reshape(1), flag, squares])
         dist.all_reduce(together)
         mean, flags, *sums = together.tolist()
         scale, clip = self._loss_scale(), self.config.train.clip
-        norms = [math.sqrt(total) / scale for total in sums[:sites]]
+        norms = [math.sqrt(total) / scale for total in sums]
         norm = norms[self.mesh.index("site")]
         # As in torch.nn.utils.clip_grad_norm_, which adds the same 1e-6.
         shrink = (min(1.0, clip / (norm + 1e-6)) if clip < norm else 1.0) / scale
@@ -311,8 +309,8 @@ class LayoutStep(Step):
             torch._foreach_mul_(gradients, shrink)
         if self.scale.is_enabled():  # all ranks decide from the same numbers, so that none skips a step alone
             self.overflowed = not all(map(math.isfinite, norms))
-            self.scale.decided(self.overflowed)
-        return mean, norms[0], flags > 0, sums[sites:]
+            self.scale.update_from_ranks(self.overflowed)
+        return mean, norms[0], flags > 0
 
     def square(self) -> Tensor:
         """Return this rank's part of the squared norm of the current gradients."""

@@ -28,11 +28,10 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter, model_parameters
+from ironlaw.train.average import StepPlugin
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
 from ironlaw.train.optimizer import grouped
-from ironlaw.train.parallel.materialize import SplitTensor, read_checkpoint
-from ironlaw.train.parallel.names import COPY, named_tensors, split_projection
-from ironlaw.train.parallel.plugin import StepPlugin
+from ironlaw.train.parallel.materialize import COPY, SplitTensor, copy_parts, named_tensors, split_projection
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
@@ -57,7 +56,7 @@ class ShardedFiles:
         tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
         for part in states.values():
             if isinstance(part, StepPlugin):
-                tensors = part.saved(tensors)
+                tensors = part.tensors_to_save(tensors)
         rest = (
             {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.is_rank_0 else {}
         )
@@ -89,9 +88,9 @@ class ShardedFiles:
             metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
             known = {n: entry.size for n, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for part in spread:
-            wanted = part.wanted(wanted, known)
+            wanted = part.tensors_to_read(wanted, known)
         if from_one_process:
-            saved = read_checkpoint(folder, wanted, optimizer, self.settings, *self._unsharded(model))
+            saved = self._read_whole(folder, wanted, optimizer, model)
         else:
             self._read_shards(folder, wanted)
             saved = torch.load(folder / STATE, weights_only=True) if states else {}
@@ -108,18 +107,41 @@ class ShardedFiles:
         config: Any = model.config
         return model_parameters(config), partial(split_projection, config=config)
 
+    @torch.no_grad()
+    def _read_whole(self, folder: Path, wanted: dict[str, Tensor], optimizer: Any, model: nn.Module) -> dict[str, Any]:
+        """Read a checkpoint of one process into `wanted`. Returns its small states."""
+        unsharded, split = self._unsharded(model)
+        saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            for name in tuple(file.keys()):
+                copy_parts(f"weights/{name}", file.get_tensor(name), wanted, split)
+        average = saved.get("average", {}).get("tensors", ())
+        for parameter, whole in zip(unsharded, average, strict=False):
+            copy_parts(f"average/{parameter.name}", whole, wanted, split)
+        if optimizer is None:
+            return saved
+        if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
+            optimizer.load_state_dict(saved["optimizer"])
+            return saved
+        order = list(chain.from_iterable(grouped(unsharded, self.settings).values()))
+        for index, state in saved["optimizer"]["state"].items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    copy_parts(f"optimizer/{order[index]}/{key}", value, wanted, split)
+        return saved
+
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
-        for group in (
-            {name: tensor for name, tensor in wanted.items() if not name.endswith(COPY)},
-            {name.removesuffix(COPY): tensor for name, tensor in wanted.items() if name.endswith(COPY)},
-        ):
-            try:
-                dcp.load(group, checkpoint_id=folder / FOLDER, process_group=self.group, no_dist=self.group is None)
-            except (CheckpointException, RuntimeError, KeyError) as error:
-                raise UserError(
-                    f"the checkpoint {folder} does not hold this run's state "
-                    f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
-                ) from None
+        read = {name.removesuffix(COPY): tensor for name, tensor in wanted.items()}
+        try:
+            dcp.load(read, checkpoint_id=folder / FOLDER, process_group=self.group, no_dist=self.group is None)
+        except (CheckpointException, RuntimeError, KeyError) as error:
+            raise UserError(
+                f"the checkpoint {folder} does not hold this run's state "
+                f"({str(error).strip().splitlines()[-1]}): resume with the config it was trained with"
+            ) from None
+        for name, tensor in wanted.items():  # both a tied weight and its copy, where one rank has both ends
+            if tensor is not read[name.removesuffix(COPY)]:
+                tensor.copy_(read[name.removesuffix(COPY)])
 
 
 def _host(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.parameters import COLUMNS, ROWS, of_block
 from ironlaw.model.transformer import Attention, Block, Transformer
 from ironlaw.train.parallel import adapted
-from ironlaw.train.parallel.names import QKV
+from ironlaw.train.parallel.materialize import QKV
 
 
 class SplitProjection(nn.Module):
@@ -179,5 +179,5 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
         found += model.final_norm.parameters()
     if sequence_parallel and model.embedding is not None:
         found += [p for part in (model.positions, model.embedding_norm) if part is not None for p in part.parameters()]
-    found += adapted.partial(model)
+    found += adapted.partial_parameters(model)
     return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad]

@@ -12,6 +12,7 @@ may. Measured on a CPU: 3 ms per note, 0.1% of a core with the default timeout.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -25,11 +26,73 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch._C import _distributed_c10d as c10d
 
 from ironlaw.observe.user_code import stacks
-from ironlaw.train.parallel import communication, flight_recorder
-from ironlaw.train.parallel.flight_recorder import RecordedCollective
+from ironlaw.train.parallel import communication
 from ironlaw.train.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class RecordedCollective:
+    """A collective as called by one rank: number `number` of the group of `members`, along a mesh dimension."""
+
+    kind: str
+    number: int
+    dimension: str
+    members: tuple[int, ...]
+    started_seconds: float  # time.time()
+    done: bool
+
+    def __str__(self) -> str:
+        return f"{self.kind} #{self.number} over {self.dimension}"
+
+
+def groups_of(used: dict[str, dist.ProcessGroup]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dimension and ranks of the groups that a step uses (`Ranks.process_groups`), by PyTorch's name.
+
+    Other groups may wait for any time: for the preparation of data, or for a checkpoint.
+    """
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, group in used.items():
+        if group.size() > 1:
+            found.setdefault(group.group_name, (name, tuple(dist.get_process_group_ranks(group))))
+    return found
+
+
+def recorded_collectives(groups: dict[str, tuple[str, tuple[int, ...]]]) -> list[RecordedCollective]:
+    """Return the latest collectives of this rank, oldest first."""
+    found = []
+    for entry in _entries():
+        dimension, members = groups.get(entry["process_group"][0], ("", ()))
+        if not members:
+            continue
+        kind = entry["profiling_name"].partition(":")[2]
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        done = entry["retired"] or entry["state"] == "completed"
+        found.append(RecordedCollective(kind, number, dimension, members, entry["time_created_ns"] / 1e9, done))
+    return found
+
+
+_counted = -1
+
+
+def kernel_seconds() -> float:
+    """Return the seconds of NCCL's collectives since the last call, if the buffer still holds them all."""
+    global _counted
+    entries = [entry for entry in _entries() if entry["record_id"] > _counted and "duration_ms" in entry]
+    _counted = max((entry["record_id"] for entry in entries), default=_counted)
+    return sum(float(entry["duration_ms"]) for entry in entries) / 1e3
+
+
+def _entries() -> list[dict[str, Any]]:
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        entries = json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+        if entries:
+            return list(entries)
+    return []
+
 
 STALE_SECONDS = 5.0
 """A process is stopped or gone if its note is older than the newest by this, and by 3 times the usual difference."""
@@ -62,7 +125,7 @@ class Note:
 NOTE_JSON = TypeAdapter(Note)
 
 
-def quiet(notes: Sequence[Note]) -> list[Note]:
+def find_stopped(notes: Sequence[Note]) -> list[Note]:
     """Return the ranks whose notes have stopped, whatever the last one contains."""
     newest = max((note.written_seconds for note in notes), default=0.0)
     ages = [newest - note.written_seconds for note in notes]
@@ -70,10 +133,10 @@ def quiet(notes: Sequence[Note]) -> list[Note]:
     return [note for note, age in zip(notes, ages, strict=True) if age > limit]
 
 
-def absent(notes: Sequence[Note]) -> list[Note]:
+def find_culprits(notes: Sequence[Note]) -> list[Note]:
     """Return the ranks that cause a hang: those whose notes have stopped; if none, those that others wait for and that
     do not wait; if none, those that others wait for while they wait in another collective; if all do, none."""
-    stopped = quiet(notes)
+    stopped = find_stopped(notes)
     if stopped:
         return stopped
     by_rank = {note.rank: note for note in notes}
@@ -91,27 +154,29 @@ def absent(notes: Sequence[Note]) -> list[Note]:
     return behind if len(behind) < len(notes) else []
 
 
-def report(notes: Sequence[Note], now_seconds: float) -> str:
+def format_report(notes: Sequence[Note], now_seconds: float) -> str:
     """Return one line: "rank 3 on node7 is at step 17 in data/loader.py:88, its last operation ... #212 over ..." """
     waited = max((note.waited_seconds for note in notes), default=0.0)
-    culprits, stopped = absent(notes), quiet(notes)
-    parts = [_whereabouts(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
+    culprits, stopped = find_culprits(notes), find_stopped(notes)
+    parts = [_describe(note, now_seconds - note.written_seconds if note in stopped else 0) for note in culprits[:4]]
     if len(culprits) > 4:
         parts.append(f"{len(culprits) - 4} more ranks are missing")
     places: dict[str, list[int]] = {}
     for note in notes:
         if note.blocked and note not in culprits:
-            places.setdefault(f"{_operation_of(note)}, step {note.step}", []).append(note.rank)
-    others = [f"{_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {place}" for place, ranks in places.items()]
+            places.setdefault(f"{_format_operation(note)}, step {note.step}", []).append(note.rank)
+    others = [
+        f"{_format_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {place}" for place, ranks in places.items()
+    ]
     if not culprits:
         others.append("all have called it: look at the network between them")
     return f"nothing has moved for {waited:.0f} s: {'; '.join(parts + others)}"
 
 
-def _whereabouts(note: Note, silence_seconds: float) -> str:
+def _describe(note: Note, silence_seconds: float) -> str:
     line = f"rank {note.rank} on {note.host} is at step {note.step}"
     if note.blocked:
-        line += f", waiting in {_operation_of(note)}"
+        line += f", waiting in {_format_operation(note)}"
     else:
         line += f" in {note.where}"
         latest = max(note.last, key=lambda o: o.started_seconds, default=None)
@@ -119,11 +184,11 @@ def _whereabouts(note: Note, silence_seconds: float) -> str:
     return line + (f", not heard of for {silence_seconds:.0f} s" if silence_seconds else "")
 
 
-def _operation_of(note: Note) -> str:
+def _format_operation(note: Note) -> str:
     return str(note.waits) if note.waits is not None else f"a message between stages ({note.where})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """Format [0, 1, 2, 5] as "ranks 0-2, 5"."""
     # Within a run, a rank's distance from its place in the list is the same.
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
@@ -154,7 +219,7 @@ class Watcher:
         self._main = threading.get_ident()
         # CPU time of the training thread; not on macOS
         self._cpu_clock = time.pthread_getcpuclockid(self._main) if hasattr(time, "pthread_getcpuclockid") else None
-        self._groups = flight_recorder.groups_of(ranks.process_groups())
+        self._groups = groups_of(ranks.process_groups())
         self._still_since = time.time()  # when the training thread was last seen computing
         self._cpu_seconds = 0.0
         self._every = max(NOTE_SECONDS, ranks.size / NOTES_PER_SECOND, timeout_seconds / 100)
@@ -180,9 +245,9 @@ class Watcher:
         while not self._stop.wait(self._every):
             # If rank 0, which serves the store, has ended, the next collective fails and shows it.
             with contextlib.suppress(RuntimeError):
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         note = self.note()
         self.store.set(f"note/{self.ranks.rank}", NOTE_JSON.dump_json(note).decode())
         if self.step and note.blocked and note.waited_seconds > self.timeout_seconds:
@@ -195,11 +260,11 @@ class Watcher:
         now = time.time()
         latest: dict[tuple[int, ...], RecordedCollective] = {}
         waits: RecordedCollective | None = None
-        for operation in flight_recorder.operations(self._groups):
+        for operation in recorded_collectives(self._groups):
             latest[operation.members] = operation
             if not operation.done and waits is None:
                 waits = operation
-        where, message = self._place()
+        where, message = self._innermost_line()
         known = self._cpu_clock is not None
         if self._cpu_clock is not None and (used := time.clock_gettime(self._cpu_clock)) - self._cpu_seconds > 1e-3:
             self._cpu_seconds, self._still_since = used, now
@@ -212,7 +277,7 @@ class Watcher:
         last = tuple(latest.values())
         return Note(self.ranks.rank, socket.gethostname(), self.step, where, now, last, waits, message, waited)
 
-    def _place(self) -> tuple[str, bool]:
+    def _innermost_line(self) -> tuple[str, bool]:
         """Return the innermost line outside PyTorch, and whether it waits for a message between pipeline stages."""
         message = False
         with stacks() as frames:
@@ -234,6 +299,6 @@ class Watcher:
             if self.store.check([f"note/{rank}"]):
                 notes.append(NOTE_JSON.validate_json(self.store.get(f"note/{rank}")))
         try:
-            self._on_hang(report(notes, time.time()), notes)
+            self._on_hang(format_report(notes, time.time()), notes)
         finally:
             self.store.set(HUNG, "")
