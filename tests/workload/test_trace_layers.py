@@ -160,10 +160,7 @@ def test_a_hybrid_config_is_planned_by_tracing(hybrid: Path) -> None:
     assert answer.fits
     assert answer.ledger.totals["parameters"].value == sum(p.numel() for p in decoder("bamba").parameters())
     assert [one["name"] for one in answer.more["assumed"]] == ["planned by", "global batch"]
-    for asked, said in (
-        ({"engine": "nemo"}, "--engine is for clusters.*leave it out"),
-        ({"precision": "fp8"}, "under autocast"),
-    ):
+    for asked, said in (({"engine": "nemo"}, "leave --engine out"), ({"precision": "fp8"}, "under autocast")):
         with pytest.raises(UserError, match=said):
             plan_request(str(hybrid), on="h200", options=Options(sequence=32, **asked))
 
