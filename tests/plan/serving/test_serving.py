@@ -82,7 +82,7 @@ def test_light_load_waits_for_little_more_than_its_prompt_and_heavy_load_is_said
     assert heavy.ttft_seconds["p99"] > 20 * alone
 
 
-@pytest.mark.parametrize("share", [0.9, 1.1])
+@pytest.mark.parametrize("share", [0.9, 1.1, 1.2])
 def test_a_rate_holds_when_the_engine_serves_as_many_in_the_long_run(share: float) -> None:
     """Near its highest rate a queue grows for hundreds of requests before anybody notices."""
     one = served()
@@ -91,6 +91,13 @@ def test_a_rate_holds_when_the_engine_serves_as_many_in_the_long_run(share: floa
     found = play(one.system, parse_request(f"input=1024 output=256 rate={rate}"), one.kv_tokens, 256)
     assert found.keeps_up == (share < 1)
     assert found.requests_per_second == pytest.approx(min(1.0, 1 / share) * rate, rel=0.06)
+
+
+def test_no_rate_holds_that_is_not_served() -> None:
+    """Where many are served at once, waiting times in both halves of a long run differ by less than a factor of two."""
+    one = replace(served(devices=4), model=ModelConfig.named("llama3-70b"))
+    found = play(one.system, parse_request("input=1024 output=256 rate=10/s"), one.kv_tokens, 330)
+    assert found.requests_per_second < 9 and not found.keeps_up
 
 
 def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:

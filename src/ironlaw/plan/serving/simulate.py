@@ -224,22 +224,27 @@ class _Replay:
         times, produced = (np.array(column, dtype=float) for column in zip(*self.made, strict=True))
         first, last = np.searchsorted(produced, [0.2 * produced[-1], 0.8 * produced[-1]])
         half = len(ttft) // 2
-        late = half > 10 and self.at_once is None and np.median(ttft[half:]) > 2 * np.median(ttft[:half]) + 0.2
+        is_open = half > 10 and self.at_once is None
+        earlier, later = (np.median(ttft[:half]), np.median(ttft[half:])) if is_open else (0.0, 0.0)
+        late = later > 2 * earlier + 0.2
         rate = produced[-1] / times[-1]
         if last > first and not late:  # the middle, without the queue's filling and emptying
             rate = (produced[last] - produced[first]) / (times[last] - times[first])
+        requests_per_second = float(rate * len(done) / produced[-1])
+        # The queue grows, and fewer requests end than arrive. Either alone is chance near the highest rate.
+        falls_behind = later > 1.3 * earlier + 0.2 and requests_per_second < 0.97 * len(done) / done[-1].arrival
         count, (decoding, usage, queue) = len(self.steps), (list(column) for column in zip(*self.steps, strict=True))
         return Played(
             ttft_seconds={f"p{p}": float(np.percentile(ttft, p)) for p in (50, 90, 99)},
             tpot_seconds={f"p{p}": float(np.percentile(tpot, p)) for p in (50, 90, 99)} | {"mean": float(tpot.mean())},
             output_tokens_per_second=float(rate),
-            requests_per_second=float(rate * len(done) / produced[-1]),
+            requests_per_second=requests_per_second,
             decode_batch=sum(decoding) / max(count - decoding.count(0), 1),
             step_seconds=sum(self.spent.values()) / count,
             kv_usage=sum(usage) / count,
             waiting=sum(queue) / count,
             preemptions=self.preemptions,
-            keeps_up=not late,
+            keeps_up=not falls_behind,
             seconds={name: value / count for name, value in self.spent.items()},
         )
 
