@@ -215,9 +215,8 @@ def _safetensors(trained: Trained, folder: Path, dtype: str) -> tuple[str, Verif
             write_model(partial, config, model.state_dict(), precision, **stops)
         if tokenizer is not None:
             write_tokenizer(partial, tokenizer.path, tokenizer.end_of_text_token, config.context, **named)
-            if generation := read_json_or_empty(
-                tokenizer.home / GENERATION
-            ):  # else `transformers` takes it from config.json
+            # Without this file `transformers` takes the fields from config.json.
+            if generation := read_json_or_empty(tokenizer.home / GENERATION):
                 write_json(partial / GENERATION, generation | stops)
         verified = verify(partial, model, precision, LIBRARY.get(dtype), COMPUTES.get(dtype, torch.float32))
         if verified.differs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import math
 import sys
 from contextlib import nullcontext
@@ -82,6 +81,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     json: Json = False,
 ) -> None:
+    from ironlaw.serve.answers import TokenReader
     from ironlaw.serve.config import ServeConfig
     from ironlaw.serve.engine import Engine
     from ironlaw.serve.loading import load_served
@@ -103,15 +103,15 @@ def generate(
         return
     # A model may write terminal escape sequences: they are escaped on a terminal, and unchanged in a file.
     shown = printable if sys.stdout.isatty() else str
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    read = TokenReader(text, skips_special=False)
     count, interrupted = 0, None
     try:
         print(shown(prompt), end="", flush=True)
         for count, token in enumerate(made, 1):  # noqa: B007 the last number is shown
-            print(shown(decoder.decode(text.bytes_of(token))), end="", flush=True)
+            print(shown(read(token)), end="", flush=True)
     except KeyboardInterrupt as stop:
         interrupted = stop
-    print(shown(decoder.decode(b"", final=True)))
+    print(shown(read.rest()))
     which = f"step {served.about['step']}, " if served.about else ""
     messages().print(f"{which}{count} tokens, temperature {temperature}, top-k {top_k}, seed {seed}", style="dim")
     if interrupted is not None:

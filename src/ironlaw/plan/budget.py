@@ -1,10 +1,12 @@
 """The cost of a run: accelerator-hours, rent or purchase, electricity and carbon. Every figure is an Estimate.
 
-hours   accelerators x seconds / 3600
-rent    hours x price per accelerator-hour
-watts   accelerators x TDP x drawn share + hosts x host watts x host share
-energy  watts x seconds x PUE
-carbon  energy x kilograms of CO2 per kilowatt-hour of the grid
+    hours   accelerators x seconds / 3600
+    rent    hours x price per accelerator-hour
+    watts   accelerators x TDP x drawn share + hosts x host watts x host share
+    energy  watts x seconds x PUE
+    carbon  energy x kilograms of CO2 per kilowatt-hour of the grid
+
+`add_costs` applies these to a plan and the figures of the catalogue.
 """
 
 from __future__ import annotations

@@ -181,6 +181,10 @@ class TokenReader:
         self._begins = False
         return found
 
+    def rest(self) -> str:
+        """Return a replacement for the character that was begun and has no last token."""
+        return self._utf8.decode(b"", final=True)
+
 
 class TextDecoder:
     """Decodes one answer as its tokens arrive. Text that may be the start of a stop string is held back."""
