@@ -4,15 +4,17 @@ measured, or from a small experiment at the end of the run; `basis` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ironlaw.explain.diagnose import Finding
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import reconcile
 from ironlaw.explain.measures_of_code import PASSES, recomputed_share
 from ironlaw.explain.measures_of_devices import useless_exchanges
-from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
+from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, Remedy, RemedyKind
+from ironlaw.explain.rule import Tier
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 
@@ -215,6 +217,24 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
     return RemedyKind(
         name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose
     )
+
+
+def remedies_of_faults(
+    findings: Sequence[Finding], remedies: Sequence[Remedy], now: ObservedPlans
+) -> list[Remedy]:
+    """Returns a remedy for each fault, in their order, then the others: the one that the rule names, or its advice."""
+    left, found = {remedy.name: remedy for remedy in remedies}, []
+    for finding in findings:
+        cause = finding.cause
+        if cause.remedy in left and finding.fault:
+            found.append(left.pop(cause.remedy))
+        elif finding.fault and finding.tier is Tier.FAULT and cause.saves and not cause.remedy:
+            how = f"{cause.advice} ({finding.evidence[0]})" if finding.evidence else cause.advice
+            what = cause.advice.partition(";")[0]
+            (saved,) = _saved(now, how, finding.share * (now.step or 0.0), "the measured cost of the cause, all of it")
+            own = {"title": what[0].upper() + what[1:], "name": cause.name, "precondition": finding.sentence}
+            found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="what is saved may be needed now and then"))
+    return [*found, *left.values()]
 
 
 FP32 = "model.float(), inputs in torch.float32, no autocast ({place})"

@@ -33,7 +33,7 @@ def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float |
 
 def _rule(
     name: str, axis: str, threshold: float, tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
-    gain: str = "", fact: str = "", place: str = "", **entry: Any,
+    gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, **entry: Any,
 ) -> Rule:  # fmt: skip
     figures = FIGURES.get(name)
     measure: Measure
@@ -46,7 +46,10 @@ def _rule(
         measure = partial(RunEvidence.gain, remedy=gain, fact=fact)
     else:
         measure = MEASURES[name]
-    return Rule(name, Axis(axis), threshold, measure, figures=figures, place=place, tier=Tier[tier.upper()], **entry)
+    return Rule(
+        name, Axis(axis), threshold, measure, figures=figures, place=place, tier=Tier[tier.upper()],
+        remedy=remedy or gain, saves=saves and not present, **entry,
+    )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = tuple(

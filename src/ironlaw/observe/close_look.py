@@ -43,6 +43,7 @@ MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs s
 MIN_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
 ZEROS, MASKED, MASK_RANK = "zeros_multiplied", "attention_masked", "attention_mask_rank"
+VOCABULARY = "vocabulary_unused"
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
 TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
@@ -69,7 +70,7 @@ class CloseLook(TorchDispatchMode):
         on_operation: Callable[[str, Any], None] = lambda name, args: None,
     ) -> None:
         super().__init__()
-        self._partition, self._on_operation = partition, on_operation
+        self._partition, self._module, self._on_operation = partition, module, on_operation
         self._checks, self._odd_masks, self._loops = OperationChecks(module), OddMasks(), Loops(module)
         self._is_on, self._is_looking, self._collects = False, True, False
         self._seconds: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))  # kind -> seconds
@@ -220,6 +221,11 @@ class CloseLook(TorchDispatchMode):
         if (part := found[MASK_RANK]) is not None:
             *heads, mask = self._odd_masks.found
             part["part"] *= share_saved_without(heads, mask, attn_mask=mask.detach()[None])
+        if (part := found[VOCABULARY]) is not None:
+            rows, unused = self._checks.vocabulary
+            sizes = [(p.numel(), p.shape[:1] == (rows,)) for p in self._module.parameters()]
+            updated = sum(size for size, is_of_words in sizes if is_of_words) / sum(size for size, _ in sizes)
+            part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused}
         unread = self._differentiable - self._read - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),

@@ -44,6 +44,7 @@ from ironlaw.observe.hooks import listening
 from ironlaw.observe.inputs import unwrapped
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.observe.observed_run import Observed, write_observed
+from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import (
@@ -122,7 +123,7 @@ class Watch:
         accelerated = self.device.type == "cuda"
         self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
-        self._load = OtherLoad()
+        self._load, self._others = OtherLoad(), OtherPrograms()
         self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
         self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
@@ -255,6 +256,7 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
             "machine_slowdown": interference.trimmed_mean(self.probes),
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
+            "programs_beside": self._others.facts(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": thread_gain(inner, threads, cores, rows, precision) if on_cpu else None,
