@@ -40,7 +40,7 @@ WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
          "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
          "module_again", "operation_slow", "padding", "passes_apart", "programs_beside", "rows_untouched",
-         "values_unread", "vocabulary_unused", "zeros_multiplied")  # fmt: skip
+         "steps_grow", "values_unread", "vocabulary_unused", "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:

@@ -44,6 +44,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "module_again": {"phases": {"host": 0.1}, "facts": {"module_again": {"part": 0.9, "place": "a.py:2"}}},
     "machine_slow": {"facts": {"machine_speed": 0.8}},
     "programs_beside": {"facts": {"programs_beside": {"part": 0.5, "place": "python a.py"}, "other_load": 0.5}},
+    "steps_grow": {"facts": {"steps_grow": {"part": 0.5, "place": "a.py:7", "lines": []}}},
     "irregular_steps": {"facts": {"slow_steps_fraction": 0.3}},
     "unattributed": {"unattributed": 0.12},
     "evaluation_frequent": wall(evaluation=15.0),

@@ -15,7 +15,8 @@ from ironlaw.ledger import Ledger
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
-from ironlaw.observe.operation_checks import CountedCall, OperationChecks
+from ironlaw.observe.operation_checks import CountedCall, OperationChecks, unused_rows
+from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
@@ -521,3 +522,18 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
     use.update_begins(optimizer)
     use.end()
     assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)
+
+
+@pytest.mark.parametrize(("ids", "unused"), [
+    (torch.arange(256) % 30, 0.971), (torch.arange(256) * 3, 0.240), (torch.arange(64) % 30, 0.0),
+])  # fmt: skip
+def test_a_vocabulary_is_unused_behind_the_highest_token_of_a_batch(ids: torch.Tensor, unused: float) -> None:
+    ids = torch.where(ids == 1, 999, ids)  # as padding
+    assert unused_rows(torch.empty(1000, 8), ids.view(4, -1)) == pytest.approx(unused, abs=0.002)
+
+
+def test_programs_beside_are_named_without_what_their_arguments_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([{(7, 1.0): ("python a.py", 5.0)}, {(7, 1.0): ("python a.py", 5.0), (8, 2.0): ("python b.py", 9.0)}])
+    monkeypatch.setattr("ironlaw.observe.other_programs._computed_seconds", lambda: next(times))
+    found = OtherPrograms().facts()
+    assert found is not None and found["place"].startswith("python b.py (process 8): ") and not found["lines"]

@@ -219,9 +219,7 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
     )
 
 
-def remedies_of_faults(
-    findings: Sequence[Finding], remedies: Sequence[Remedy], now: ObservedPlans
-) -> list[Remedy]:
+def remedies_of_faults(findings: Sequence[Finding], remedies: Sequence[Remedy], now: ObservedPlans) -> list[Remedy]:
     """Returns a remedy for each fault, in their order, then the others: the one that the rule names, or its advice."""
     left, found = {remedy.name: remedy for remedy in remedies}, []
     for finding in findings:
@@ -233,7 +231,7 @@ def remedies_of_faults(
             what = cause.advice.partition(";")[0]
             (saved,) = _saved(now, how, finding.share * (now.step or 0.0), "the measured cost of the cause, all of it")
             own = {"title": what[0].upper() + what[1:], "name": cause.name, "precondition": finding.sentence}
-            found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="what is saved may be needed now and then"))
+            found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="it may be needed now and then"))
     return [*found, *left.values()]
 
 

@@ -23,12 +23,13 @@ FIGURES = measures.FIGURES | measures_of_code.FIGURES | measures_of_devices.FIGU
 
 
 def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float | None:
-    """Of these phases the fact has the part; in one of them alone, where it tells of each."""
+    """Of these phases, or of the whole step, the fact has the part; in one of them alone, where it tells of each."""
     if fact not in e.run.facts:
         return None
     found: dict[str, Any] = e.fact(fact) or {}
     parts = ((phase, found.get(phase, found.get("part", 0.0))) for phase in phases)
-    return float(sum(part * (e.phase_share(Phase(phase)) or 0.0) for phase, part in parts))
+    whole = {"step": 1.0}
+    return float(sum(part * (whole.get(phase) or e.phase_share(Phase(phase)) or 0.0) for phase, part in parts))
 
 
 def _rule(

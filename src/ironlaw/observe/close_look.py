@@ -225,7 +225,8 @@ class CloseLook(TorchDispatchMode):
             rows, unused = self._checks.vocabulary
             sizes = [(p.numel(), p.shape[:1] == (rows,)) for p in self._module.parameters()]
             updated = sum(size for size, is_of_words in sizes if is_of_words) / sum(size for size, _ in sizes)
-            part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused}
+            part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused,
+                     "place": None, "lines": [part["place"], *part["lines"]]}  # fmt: skip
         unread = self._differentiable - self._read - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),

@@ -82,8 +82,14 @@ CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
     "batch_small": ("batch_size", "BATCH_SIZE", "per_device_train_batch_size", "micro_batch", "bs"),
     **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax", "need_weights", "eager")),
-    "recompute_needless": ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable"),
+    "recompute_needless": (
+        "checkpoint",
+        "checkpoint_sequential",
+        "gradient_checkpointing",
+        "gradient_checkpointing_enable",
+    ),
     "recompiles": ("compile",),
+    "vocabulary_unused": ("Embedding",),
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> the names that the code it is about calls, or sets."""

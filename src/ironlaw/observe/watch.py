@@ -39,6 +39,7 @@ from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
+from ironlaw.observe.growth import StepGrowth
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.hooks import listening
 from ironlaw.observe.inputs import unwrapped
@@ -120,6 +121,7 @@ class Watch:
             inner, self.optimizers, self.partition if closely else None, is_compiled, self._recording, self._step_ended
         )
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, self._habits))
+        self._growth = StepGrowth()
         accelerated = self.device.type == "cuda"
         self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
@@ -137,6 +139,7 @@ class Watch:
     ) -> None:
         self._recording.end()
         self._habits.end_look()
+        self._growth.end()
         seconds = time.perf_counter() - self.started
         self._probe()
         self.partition.resolve(wait=True)
@@ -207,6 +210,7 @@ class Watch:
             self._probe()
             self._recording.begin(self._steps_wanted)
             self._steps_wanted, self._asked = 0, False
+        self._growth.step_ended(number, may_look=not self._recording.is_running)
         now = time.perf_counter()
         if not self._recording.is_running and now - self._probed > PROBE_EVERY_SECONDS:
             self._probe()
@@ -256,6 +260,7 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
             "machine_slowdown": interference.trimmed_mean(self.probes),
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
+            "steps_grow": self._growth.facts([t.wall_seconds for t in done]),
             "programs_beside": self._others.facts(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
