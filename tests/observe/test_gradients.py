@@ -524,6 +524,11 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
     assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)
 
 
+def test_a_batch_in_a_sparse_format_is_not_run_again() -> None:
+    """PyTorch concatenates no tensors in rows of nonzeros."""
+    assert ModuleCall.of(nn.Linear(4, 2), (torch.eye(4).to_sparse_csr(),), {}).passes(times=2) is None
+
+
 @pytest.mark.parametrize(("ids", "unused"), [
     (torch.arange(256) % 30, 0.971), (torch.arange(256) * 3, 0.240), (torch.arange(64) % 30, 0.0),
 ])  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.explain import measures, measures_of_code, measures_of_devices
-from ironlaw.explain.evidence import RunEvidence
+from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.explain.rule import Axis, Measure, Rule, Tier
 from ironlaw.files import read_toml
 from ironlaw.ledger import Phase
@@ -33,7 +33,7 @@ def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float |
 
 
 def _rule(
-    name: str, axis: str, threshold: float, tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
+    name: str, axis: str = "algorithm", tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
     gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, **entry: Any,
 ) -> Rule:  # fmt: skip
     figures = FIGURES.get(name)
@@ -43,12 +43,13 @@ def _rule(
     elif present:
         measure, place = partial(RunEvidence.found, fact=fact or name, value=present), "" if fact else name
         figures = figures or (None if "facts" in entry else lambda e: [])
+        entry = {"threshold": 0.5, "noticed": NOTICED} | entry
     elif gain:
         measure = partial(RunEvidence.gain, remedy=gain, fact=fact)
     else:
         measure = MEASURES[name]
     return Rule(
-        name, Axis(axis), threshold, measure, figures=figures, place=place, tier=Tier[tier.upper()],
+        name, Axis(axis), measure=measure, figures=figures, place=place, tier=Tier[tier.upper()],
         remedy=remedy or gain, saves=saves and not present, **entry,
     )  # fmt: skip
 

@@ -150,11 +150,10 @@ class Watch:
             return
         rank = _rank()
         with torch.random.fork_rng(devices=[]):  # what is tried at the end takes none of the user's random numbers
-            observed = self._observed(seconds, kind)
             try:
-                write_observed(self.out / f"rank{rank}" if rank else self.out, observed)
-            except OSError as problem:  # the loop's own result may not be saved yet
-                warnings.warn(f"the observed run is lost, {self.out}: {problem.strerror}", stacklevel=2)
+                write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
+            except Exception as problem:  # the loop's own result may not be saved yet
+                warnings.warn(f"the observed run is lost, {self.out}: {problem or type(problem)}", stacklevel=2)
 
     def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
         """Time the wait for each item of something that is no DataLoader."""
