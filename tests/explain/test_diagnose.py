@@ -29,7 +29,7 @@ def wall(**seconds: float) -> dict[str, Any]:
 ODD = {"module": "head", "shape": [50257, 768], "aligned": [50304, 768], "seconds": 2e-3, "aligned_seconds": 1e-3}
 
 COUNTED = ("broadcasts", "float64_operations", "decompositions", "attention_masked", "attention_mask_rank", "denormals",
-           "half_operations", "operation_slow", "passes_apart")  # fmt: skip
+           "half_operations", "operation_slow", "outputs_unread", "passes_apart")  # fmt: skip
 
 PLANTED: dict[str, dict[str, Any]] = {
     **{

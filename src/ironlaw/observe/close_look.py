@@ -32,8 +32,8 @@ from ironlaw.observe.operation_checks import (
     CountedCall,
     OddMasks,
     OperationChecks,
-    is_nearly_empty,
     share_saved_without,
+    zero_part,
 )
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
@@ -42,8 +42,9 @@ from ironlaw.workload.trace_kernels import tensors
 MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
 MIN_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
-ZEROS, MASKED, MASK_RANK = "zeros_multiplied", "attention_masked", "attention_mask_rank"
+UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
 VOCABULARY = "vocabulary_unused"
+MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
 TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
@@ -81,6 +82,7 @@ class CloseLook(TorchDispatchMode):
         # Sequence number -> line, kinds, seconds and lines of all running functions, of the forward operation.
         self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}
         self._newest = torch._C._autograd._get_sequence_nr()
+        self._unread_part = 0.0  # of the outputs
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
         self._trace = LineTrace(self._line_begins, everywhere=True)
         self._gaps: list[Seconds] = [defaultdict(float)]  # between two operations of a pass
@@ -184,11 +186,12 @@ class CloseLook(TorchDispatchMode):
             return own, [] if CountedCall(own, name, False, dense(args), []).is_main_work else [ONE_OPERATION + name]
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
-            if self._head == number and ZEROS not in kinds and any(map(is_nearly_empty, tensors(args))):
-                kinds = [*kinds, ZEROS]
+            given = (t for t in dense(args) if t.data_ptr() not in self._loops.weights)
+            if self._head == number and UNREAD not in kinds and (part := max(map(zero_part, given))) > MIN_UNREAD:
+                kinds, self._unread_part = [*kinds, UNREAD], part
                 self._nodes[number] = line, kinds, 0.0, lines
-                self._marked[ZEROS].add(line)
-                self._seconds[ZEROS][line] += forward
+                self._marked[UNREAD].add(line)
+                self._seconds[UNREAD][line] += forward
         self._backward += seconds
         for loop in lines:
             self._seconds[BACKWARD][loop] += seconds
@@ -214,13 +217,15 @@ class CloseLook(TorchDispatchMode):
 
     def facts(self, calls: Collection[str]) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole."""
-        rules = (*OperationChecks.COUNTED, *OperationChecks.TRIED, MASK_RANK)
+        rules = (*OperationChecks.COUNTED, *OperationChecks.TRIED, MASK_RANK, UNREAD)
         found = {rule: self._part(self._seconds[rule], self._marked[rule]) for rule in rules}
         if (part := found[MASKED]) is not None and (masked := self._checks.masked) is not None:
             part["part"] *= share_saved_without(masked.operands[:1] * 3, masked.mask, is_causal=True)
         if (part := found[MASK_RANK]) is not None:
             *heads, mask = self._odd_masks.found
             part["part"] *= share_saved_without(heads, mask, attn_mask=mask.detach()[None])
+        if (part := found[UNREAD]) is not None:
+            part["part"] *= self._unread_part
         if (part := found[VOCABULARY]) is not None:
             rows, unused = self._checks.vocabulary
             sizes = [(p.numel(), p.shape[:1] == (rows,)) for p in self._module.parameters()]
@@ -288,7 +293,7 @@ class Loops:
     of a model do not: each has weights of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._weights = {p.data_ptr() for p in module.parameters()}
+        self.weights = {p.data_ptr() for p in module.parameters()}
         # Functions, the outermost first: with the times of each operation by line, and all operations.
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
@@ -301,7 +306,7 @@ class Loops:
         kept = sum(1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], pairs))
         self.end(kept)
         self._running += [(frame, defaultdict(Counter), set()) for frame in reversed(frames[: len(frames) - kept])]
-        called = call.name, next((t.data_ptr() for t in call.operands if t.data_ptr() in self._weights), 0)
+        called = call.name, next((t.data_ptr() for t in call.operands if t.data_ptr() in self.weights), 0)
         lines = [line_of(frame) for frame in frames]
         for line, (_, times, all_called) in zip(lines, reversed(self._running), strict=True):
             times[line][called] += 1

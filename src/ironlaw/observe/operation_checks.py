@@ -85,7 +85,7 @@ class OperationChecks:
 
     def zeros_multiplied(self, call: CountedCall) -> set[str] | None:
         """Products of which nearly all of an operand is zero, and what makes such operands: one-hot rows, dense
-        adjacency, gradients of outputs that no loss reads."""
+        adjacency."""
         empty = [t.data_ptr() for t in call.operands if is_nearly_empty(t)]
         made = {t.data_ptr(): call.line for t in call.results if is_nearly_empty(t)}
         blamed = {self._empty_from.get(address, call.line) for address in empty} if call.name in PRODUCTS else set()
@@ -178,6 +178,14 @@ def is_nearly_empty(tensor: Tensor) -> bool:
     if tensor.numel() < MIN_ELEMENTS or tensor.dtype is torch.bool or (tensor.is_leaf and tensor.requires_grad):
         return False
     return tensor.layout is torch.strided and int(torch.count_nonzero(tensor)) <= MAX_FILLED * tensor.numel()
+
+
+def zero_part(tensor: Tensor) -> float:
+    """Returns the part of the rows, or of the columns, of a large matrix that are zeros."""
+    if tensor.numel() < MIN_ELEMENTS or tensor.dim() != 2:
+        return 0.0
+    zeros = tensor == 0
+    return max(float(zeros.all(dim).float().mean()) for dim in (0, 1))
 
 
 def has_denormals(tensor: Tensor) -> bool:
