@@ -453,6 +453,9 @@ def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str,
         habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
     assert (habits._passes_apart() is not None) is apart
+    assert habits.larger_batch(8) is not None  # of micro-batches with a backward pass each, too
+    habits.call = ModuleCall.of(nn.Linear(8, 8), (x,), {})  # a part of what is observed
+    assert habits.larger_batch(8) is None
 
 
 @pytest.mark.usefixtures("nothing_compiled")

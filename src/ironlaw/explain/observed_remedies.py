@@ -17,6 +17,7 @@ from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, P
 from ironlaw.explain.rule import Tier
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
+from ironlaw.observe.observed_run import larger_by
 
 MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 TIMES_FEWER = 10  # times, evaluations and checkpoints
@@ -36,9 +37,13 @@ class ObservedPlans(RunEvidence):
         return reconcile(self.run)[0].lines
 
     def saved_by_batch(self) -> float | None:
-        """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
+        """Seconds per step: its part of what is planned, which a fault beside it does not make larger; without a plan
+        of what was timed at the end, and of updates that there are fewer of."""
+        tried, times = self.fact("larger_batch"), larger_by(self.run.facts)
         if self.batches is None:
-            return None
+            fewer = 0.0 if self.fact("accumulation") == times else 1 - 1 / times
+            passes, updates = self.phase(*PASSES), self.phase(Phase.OPTIMIZER)
+            return None if tried is None else tried * passes + fewer * updates
         planned, otherwise = (plan.totals["step_seconds"].value for plan in self.batches)
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
         without_delays = 1 - min(0.95, float(self.fact("delayed_seconds") or 0.0) / (self.step or 1.0))
@@ -125,8 +130,9 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
         saved, accumulation = now.saved_by_batch(), int(now.fact("accumulation") or 1)
         if saved is None or (accumulation > 1) is not merged:
             return []
-        how = f"a micro-batch of {(accumulation if merged else 8) * int(now.fact('batch') or 1)}"
+        how = f"a micro-batch of {larger_by(now.run.facts) * int(now.fact('batch') or 1)}"
         basis = "planned: the larger micro-batch on this machine's curves, for the same samples"
+        basis = basis if now.batches else f"passes {BOTH_WAYS}, for the same samples"
         return _saved(now, how, saved, basis)
 
     return propose

@@ -44,7 +44,7 @@ from ironlaw.observe.habits import Habits
 from ironlaw.observe.hooks import listening
 from ironlaw.observe.inputs import unwrapped
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.observe.observed_run import Observed, write_observed
+from ironlaw.observe.observed_run import Observed, larger_by, write_observed
 from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.recording import LoopRecording
@@ -273,6 +273,7 @@ class Watch:
             "misaligned": misaligned_weights(inner, rows, precision),
             "odd_sizes": odd_sizes(rows, head_size(inner)),
         }  # fmt: skip
+        facts["larger_batch"] = self._habits.larger_batch(larger_by(facts)) if on_cpu else None
         if self.device.type == "cuda":
             facts |= self._gpu.facts() if self._gpu is not None else {}
             facts |= {
