@@ -321,7 +321,7 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
     def fails(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr("ironlaw.observe.close_look.is_nearly_empty", fails)
+    monkeypatch.setattr("ironlaw.observe.close_look.zero_part", fails)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
@@ -344,6 +344,24 @@ def test_attention_that_writes_its_scores_has_the_line_that_calls_it(tmp_path: P
             optimizer.step()
             optimizer.zero_grad()
     assert "# ATTENDS" in line(facts_of(tmp_path / "run")["places"]["attention_unfused"])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_is_made_of_a_guess_is_a_check_too_unless_the_model_learns_from_it(learned: bool, tmp_path: Path) -> None:
+    model, labels = nn.Linear(8, 8), torch.arange(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            out = model(torch.randn(4, 8))
+            guess = out.argmax(-1)
+            right = guess == labels
+            nn.functional.cross_entropy(out, torch.where(right, guess, labels) if learned else labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["values_unread"]
+    marked = {line(place).strip() for place in (found["place"], *found["lines"])} if found else set()
+    assert marked == (set() if learned else {"guess = out.argmax(-1)", "right = guess == labels"})
 
 
 @pytest.mark.usefixtures("nothing_compiled")

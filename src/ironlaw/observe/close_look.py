@@ -57,7 +57,8 @@ Seconds = dict[str, float]  # by line
 class CloseLook(TorchDispatchMode):
     """Seconds of forward passes and losses by line, with what of the backward pass belongs to them.
 
-    A line is unread where it takes values that a gradient would come back through, and none does: checks and measures.
+    A line is unread where it takes values that a gradient would come back through, and none does, nor through what is
+    made of its results: checks and measures.
     Kinds of time are rules of `OperationChecks`, FORWARD and BACKWARD, and names of single operations; lines are marked
     for a rule. A line is slow where it repeats what it calls, or runs Python that calls nothing. Backward operations
     are those of the forward operation with their sequence number. `on_operation` is given the name and operands of
@@ -77,8 +78,11 @@ class CloseLook(TorchDispatchMode):
         self._seconds: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))  # kind -> seconds
         self._marked: dict[str, set[str]] = defaultdict(set)  # rule -> lines
         self._whole, self._backward, self._operations = 0.0, 0.0, 0
-        self._differentiable: set[str] = set()  # lines that take values with a gradient
-        self._read: set[str] = set()  # lines that a backward pass comes back through
+        self._taking: set[str] = set()  # lines that take values with a gradient, or what such lines make without one
+        self._made_by: dict[int, str] = {}  # address of what they make without a gradient -> line
+        self._feeds: dict[str, set[str]] = defaultdict(set)  # line -> lines that take what it makes so
+        self._read = {""}  # lines that a backward pass comes back through, or that write weights or buffers
+        self._state = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
         # Sequence number -> line, kinds, seconds and lines of all running functions, of the forward operation.
         self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}
         self._newest = torch._C._autograd._get_sequence_nr()
@@ -187,7 +191,11 @@ class CloseLook(TorchDispatchMode):
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
             given = (t for t in dense(args) if t.data_ptr() not in self._loops.weights)
-            if self._head == number and UNREAD not in kinds and (part := max(map(zero_part, given))) > MIN_UNREAD:
+            if (
+                self._head == number
+                and UNREAD not in kinds
+                and (part := max(map(zero_part, given), default=0.0)) > MIN_UNREAD
+            ):
                 kinds, self._unread_part = [*kinds, UNREAD], part
                 self._nodes[number] = line, kinds, 0.0, lines
                 self._marked[UNREAD].add(line)
@@ -211,9 +219,30 @@ class CloseLook(TorchDispatchMode):
         node = call.line, kinds, seconds, self._loops.count(call, frames, seconds)
         self._nodes |= dict.fromkeys(range(self._newest, newest), node)
         self._newest = newest
-        if torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands):
-            self._differentiable.add(call.line)
+        self._follow(call)
         return [FORWARD, *kinds]
+
+    def _follow(self, call: CountedCall) -> None:
+        """Follow values that a gradient would come back through to what is made of them without one."""
+        makers = {self._made_by[t.data_ptr()] for t in call.operands if t.data_ptr() in self._made_by}
+        for maker in makers:
+            self._feeds[maker].add(call.line)
+        takes = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands)
+        if makers or takes:
+            self._taking.add(call.line)
+        for made in call.results:
+            self._made_by.pop(made.data_ptr(), None)
+            if (makers or takes) and not made.requires_grad:
+                self._made_by[made.data_ptr()] = call.line
+            if made.data_ptr() in self._state:
+                self._read.add(call.line)
+
+    def _unread(self) -> set[str]:
+        """Returns the lines of which nothing reaches one that is read."""
+        unread, before = self._taking - self._read, set[str]()
+        while unread != before:
+            before, unread = unread, {line for line in unread if self._feeds[line] <= unread}
+        return unread
 
     def facts(self, calls: Collection[str]) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole."""
@@ -232,7 +261,7 @@ class CloseLook(TorchDispatchMode):
             updated = sum(size for size, is_of_words in sizes if is_of_words) / sum(size for size, _ in sizes)
             part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused,
                      "place": None, "lines": [part["place"], *part["lines"]]}  # fmt: skip
-        unread = self._differentiable - self._read - set(calls)
+        unread = self._unread() - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),
             "operation_slow": self._slowest_operation(calls),
