@@ -218,7 +218,9 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
 
     def propose(now: ObservedPlans) -> list[Proposal]:
         wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / (now.steps or 1)
-        return _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
+        found = _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
+        # No part of a step: its share is of what passes in all.
+        return [replace(p, gain=(now.wall_share(name) or 0.0) * (1 - 1 / TIMES_FEWER)) for p in found]
 
     return RemedyKind(
         name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose
