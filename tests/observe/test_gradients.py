@@ -365,6 +365,24 @@ def test_what_is_made_of_a_guess_is_a_check_too_unless_the_model_learns_from_it(
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+def test_a_model_that_is_differentiated_by_its_inputs_has_no_idle_gradients_and_no_slow_line(tmp_path: Path) -> None:
+    """As in physics-informed training."""
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.rand(512, 2, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+            bend.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    slow = facts["operation_slow"]
+    assert not facts["gradients_idle"]["part"] and (not slow or slow["part"] < 0.2)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
     model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

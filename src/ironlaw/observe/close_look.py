@@ -52,6 +52,8 @@ MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model 
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
 Seconds = dict[str, float]  # by line
+# Line, kinds, seconds and lines of all running functions, of the forward operation that a node of autograd is of.
+_Node = tuple[str, list[str], float, list[str]]
 
 
 class CloseLook(TorchDispatchMode):
@@ -83,8 +85,7 @@ class CloseLook(TorchDispatchMode):
         self._feeds: dict[str, set[str]] = defaultdict(set)  # line -> lines that take what it makes so
         self._read = {""}  # lines that a backward pass comes back through, or that write weights or buffers
         self._state = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
-        # Sequence number -> line, kinds, seconds and lines of all running functions, of the forward operation.
-        self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}
+        self._nodes: dict[int, _Node] = {}  # by sequence number
         self._newest = torch._C._autograd._get_sequence_nr()
         self._unread_part = 0.0  # of the outputs
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
@@ -186,7 +187,9 @@ class CloseLook(TorchDispatchMode):
         """Returns the line and the kinds of time of a backward operation."""
         number = node._sequence_nr() if node is not None else -1
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
-        if (own := user_line()) != self._pass_line:  # a hook, or a function's own backward pass
+        self._add_nodes((line, kinds, 0.0, lines))  # of a graph of the graph
+        is_pass = self._partition.running is Phase.BACKWARD  # and not the loop's own torch.autograd.grad
+        if is_pass and (own := user_line()) != self._pass_line:  # a hook, or a function's own backward pass
             return own, [] if CountedCall(own, name, False, dense(args), []).is_main_work else [ONE_OPERATION + name]
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
@@ -208,7 +211,6 @@ class CloseLook(TorchDispatchMode):
     def _count_forward(self, call: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """Returns the kinds of time of a forward operation."""
         self._head = None
-        newest = torch._C._autograd._get_sequence_nr()
         blamed = self._checks.count(call)
         if self._odd_masks.is_running:
             blamed[MASK_RANK] = {call.line}
@@ -216,11 +218,15 @@ class CloseLook(TorchDispatchMode):
             self._marked[rule] |= lines
         is_single = not call.is_main_work and not self._odd_masks.is_running
         kinds = [*blamed, *([ONE_OPERATION + call.name] if is_single else [])]
-        node = call.line, kinds, seconds, self._loops.count(call, frames, seconds)
-        self._nodes |= dict.fromkeys(range(self._newest, newest), node)
-        self._newest = newest
+        self._add_nodes((call.line, kinds, seconds, self._loops.count(call, frames, seconds)))
         self._follow(call)
         return [FORWARD, *kinds]
+
+    def _add_nodes(self, node: _Node) -> None:
+        """Those that autograd has made since."""
+        newest = torch._C._autograd._get_sequence_nr()
+        self._nodes |= dict.fromkeys(range(self._newest, newest), node)
+        self._newest = newest
 
     def _follow(self, call: CountedCall) -> None:
         """Follow values that a gradient would come back through to what is made of them without one."""
