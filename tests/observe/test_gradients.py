@@ -569,7 +569,8 @@ def test_a_batch_in_a_sparse_format_is_not_run_again() -> None:
 
 
 @pytest.mark.parametrize(("ids", "unused"), [
-    (torch.arange(256) % 30, 0.971), (torch.arange(256) * 3, 0.240), (torch.arange(64) % 30, 0.0),
+    (torch.arange(256) % 30, 0.971), (torch.arange(256) * 3 % 763, 0.243), (torch.arange(64) % 30, 0.0),
+    (torch.arange(2, 66).repeat(4), 0.0),  # positions
 ])  # fmt: skip
 def test_a_vocabulary_is_unused_behind_the_highest_token_of_a_batch(ids: torch.Tensor, unused: float) -> None:
     ids = torch.where(ids == 1, 999, ids)  # as padding

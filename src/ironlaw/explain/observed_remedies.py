@@ -237,9 +237,11 @@ def remedies_of_faults(findings: Sequence[Finding], remedies: Sequence[Remedy], 
         elif finding.fault and finding.tier is Tier.FAULT and cause.saves and not cause.remedy:
             how = f"{cause.advice} ({finding.evidence[0]})" if finding.evidence else cause.advice
             what = cause.advice.partition(";")[0]
-            (saved,) = _saved(now, how, finding.share * (now.step or 0.0), "the measured cost of the cause, all of it")
             own = {"title": what[0].upper() + what[1:], "name": cause.name, "precondition": finding.sentence}
-            found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="it may be needed now and then"))
+            for saved in _saved(
+                now, how, finding.share * (now.step or 0.0), "the measured cost of the cause, all of it"
+            ):
+                found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="it may be needed now and then"))
     return [*found, *left.values()]
 
 

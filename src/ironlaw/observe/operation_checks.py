@@ -166,8 +166,10 @@ class OperationChecks:
 
 def unused_rows(table: Tensor, ids: Tensor) -> float:
     """Returns the part of a table of words behind the highest number in a batch of ids (B, T). The highest two may be
-    of special tokens; 0 if the batch is too small to tell."""
-    if ids.dim() != 2 or ids.numel() < MIN_TOKENS:
+    of special tokens; 0 if the batch is too small to tell, or of positions, and if other tensors are as wide."""
+    if ids.dim() != 2 or ids.numel() < MIN_TOKENS or table.shape[0] == table.shape[1]:
+        return 0.0
+    if bool((ids.diff(dim=1) > 0).all()):
         return 0.0
     used = ids.unique()
     return 1 - (int(used[-1 - SPECIAL_TOKENS]) + 1) / table.shape[0] if len(used) > SPECIAL_TOKENS else 0.0
