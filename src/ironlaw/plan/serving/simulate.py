@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from random import Random
 from typing import Protocol
 
@@ -272,11 +273,10 @@ class _Clock:
 
 
 def _arrivals(rate: float | None, requests: int, draw: Random) -> deque[float]:
-    clock, found = 0.0, deque[float]()
-    for _ in range(requests):
-        clock += draw.expovariate(rate or 1.0)
-        found.append(clock)
-    return found
+    """Return times with exponential gaps, scaled so that their mean is that of the rate: a sample of few hundred has
+    one that is several percent off."""
+    ends = [*accumulate(draw.expovariate(1.0) for _ in range(requests))]
+    return deque(end / ends[-1] * requests / (rate or 1.0) for end in ends)
 
 
 def _enough(system: System, request: ServeRequest, most_requests: int) -> int:
