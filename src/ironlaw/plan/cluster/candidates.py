@@ -41,7 +41,6 @@ from ironlaw.workload.recompute import keepable
 from ironlaw.workload.schedule import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
-
 KnownBlocks = dict[str, tuple[dict[bytes, int], dict[Any, Array]]]
 """Values of distinct blocks, by what they are: the number of each block, and columns with an entry per number."""
 
