@@ -213,6 +213,8 @@ def test_scaling_stops_where_doubling_no_longer_pays():
     gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
     assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
     assert all(gain >= 0.5 for gain in gains[1:-1])
+    slower = plan("gpt2", "8xh100-sxm-80gb", **work("1B", 1024, 8)).more["scaling"]
+    assert slower["rows"][-1]["gain"] < 0 and slower["reason"] == "doubling to 16 is 3% slower"
 
 
 def test_tensor_parallelism_stays_inside_the_island():

@@ -142,7 +142,10 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
         gain = rows[-1]["step_seconds"] / seconds - 1
         rows.append({"accelerators": double, "step_seconds": seconds, "gain": gain})
         if gain < MIN_DOUBLING_GAIN:
-            stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is only {100 * gain:.0f}% faster"
+            change = (
+                f"only {gain:.0%} faster" if gain >= 0.005 else "no faster" if gain > -0.005 else f"{-gain:.0%} slower"
+            )
+            stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is {change}"
             break
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 
