@@ -79,7 +79,7 @@ def test_every_accelerator_can_be_planned_with(name: str) -> None:
     if acc.generation in (
         "ampere",
         "blackwell",
-    ):  # their graphics cards have other kernels than their data center parts
+    ):  # of graphics cards, kernels are others
         assert acc.memory_kind.startswith("GDDR") == acc.measured_generation.endswith("_graphics")
 
 

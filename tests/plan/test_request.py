@@ -366,6 +366,18 @@ def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layout
     assert any("composer-fsdp has no" in wall for wall in found["ruled_out"])
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp=8 zero=1 offload=optimizer", "dp=4 cp=2 cp_kind=ring", "dp=4 pp=2 zero=3 schedule=zb"]
+)
+def test_software_named_in_a_refusal_runs_the_layout(layout):
+    words = {"what": "llama3-8b", "on": "8xh100-sxm-80gb", **BIG_BATCH, "layout": layout}
+    for refused in ("composer-fsdp", "levanter") if "cp" in layout else ("composer-fsdp",):
+        with pytest.raises(UserError, match=f"{refused} has no ") as refusal:
+            plan(**words, engine=refused)
+    able = str(refusal.value).partition("use --engine ")[2].split(", ")
+    assert able and all(plan(**words, engine=name).ledger.lines for name in able)
+
+
 def test_every_word_of_what_an_engine_lacks_is_known():
     assert all(set(e.lacks) <= set(CAPABILITIES) for e in engines().values())
 
