@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
@@ -142,10 +143,11 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
         gain = rows[-1]["step_seconds"] / seconds - 1
         rows.append({"accelerators": double, "step_seconds": seconds, "gain": gain})
         if gain < MIN_DOUBLING_GAIN:
-            change = (
-                f"only {gain:.0%} faster" if gain >= 0.005 else "no faster" if gain > -0.005 else f"{-gain:.0%} slower"
-            )
-            stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is {change}"
+            break
+    for fewer, more in pairwise(rows):
+        if (gain := more["gain"]) < MIN_DOUBLING_GAIN:
+            change = f"{-gain:.0%} slower" if gain <= -0.005 else f"only {gain:.0%} faster"
+            stop, reason = fewer["accelerators"], f"doubling to {more['accelerators']:,} is {change}"
             break
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 

@@ -165,6 +165,9 @@ def tried_in_turn(software: Sequence[Assumption]) -> list[str]:
 def _plan_in_turn(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """Returns the answer for the first engine that runs the given layout, or has one that fits. UserError if none."""
     passed: list[str] = []
+    if request.layout is not None:
+        work = {"sequence": request.sequence, "global_batch": request.global_batch}
+        request.layout.check(request.model, **work, accelerators=request.cluster.count)
     for position, assumption in enumerate(software):
         engine, last = engine_named(assumption.value), position == len(software) - 1
         asked = replace(request, engine=engine.name)
