@@ -152,10 +152,10 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 
 
-def fastest(request: ClusterRequest) -> RankedLayout | None:
-    """Returns the fastest layout for the request; None if none fits or can be formed."""
+def fastest(request: ClusterRequest, hybrid: bool = False) -> RankedLayout | None:
+    """Returns the fastest layout for the request, of hybrid sharding too if asked for; None if none fits."""
     try:
-        found = search(request, keep=1, hybrid=False)
+        found = search(request, keep=1, hybrid=hybrid)
     except UserError:
         return None
     return found.best[0] if found.best else None
