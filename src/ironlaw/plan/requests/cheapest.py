@@ -145,6 +145,9 @@ def plan_within_limits(
     run = (_Adapters if adapts else _Decoder)(requested, options)
     ruled_out: Counter[str] = Counter()
     found = _offers(run, _kinds(on, options), ruled_out, report)
+    if len(found) > 1:  # those shown as their own plans have them
+        shown = [run.offer(offer.cluster, offer.usd_per_hour, hybrid=True) or offer for offer in found[:SHOWN]]
+        found = sorted([*shown, *found[SHOWN:]], key=lambda offer: _objective(offer, limits))
     for number, offer in enumerate(found):
         answer = run.plan(offer.cluster)
         if answer.fits or number == len(found) - 1:
