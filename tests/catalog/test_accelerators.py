@@ -76,6 +76,11 @@ def test_every_accelerator_can_be_planned_with(name: str) -> None:
     assert acc.vendor and acc.generation and acc.product
     assert node(acc.default_node).accelerators >= 1
     assert (acc.link_bytes_per_second is None) == (acc.link_name == "")
+    if acc.generation in (
+        "ampere",
+        "blackwell",
+    ):  # of graphics cards, kernels are others
+        assert acc.memory_kind.startswith("GDDR") == acc.measured_generation.endswith("_graphics")
 
 
 @pytest.mark.parametrize("name", accelerator_names())

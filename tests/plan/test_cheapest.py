@@ -64,6 +64,12 @@ def test_a_kind_that_is_asked_for_has_its_number_found() -> None:
     assert [row["accelerator"] for row in answer.more["hardware"]["rows"]] == ["l4"]
 
 
+def test_hybrid_sharding_is_tried_where_it_decides_on_the_deadline() -> None:
+    answer = plan_request("phi-3-mini", on="h100-sxm-80gb", options=Options(tokens="160B", limits=Limits(6 * 3600)))
+    best = answer.more["hardware"]["rows"][0]
+    assert answer.layout.shard and best["accelerators"] == 512 and best["rent_usd"] < 9000  # 1,024 cost 13,400
+
+
 def test_without_a_deadline_the_fastest_for_the_rent_is_found() -> None:
     answer = planned("any", rent_usd=30.0)
     totals = answer.ledger.totals

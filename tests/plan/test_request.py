@@ -81,6 +81,13 @@ def test_conventions_of_mfu_differ_by_what_they_count(searched):
     assert totals["hfu"].value >= totals["mfu"].value * 0.999
 
 
+def test_no_interval_is_faster_than_the_peak():
+    mfu = plan("pythia-6.9b", on="8xtpu-v5p", layout="dp=8 zero=3 micro_batch=4", global_batch=1024).ledger.totals[
+        "mfu"
+    ]
+    assert mfu.value < 0.7 and mfu.high == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(
     ("engine", "matmuls", "attention"), [("nemo", 0, 1), ("maxtext", 0.63, 1), ("torchtitan", 0.38, 0)]
 )
@@ -213,6 +220,8 @@ def test_scaling_stops_where_doubling_no_longer_pays():
     gains = [row["gain"] for row in rows["rows"] if row["gain"] is not None]
     assert (rows["pays_up_to"] is not None and gains[-1] < 0.5) or "divides" in rows["reason"]
     assert all(gain >= 0.5 for gain in gains[1:-1])
+    slower = plan("gpt2", "16xh100-sxm-80gb", **work("1B", 1024, 8)).more["scaling"]
+    assert slower["pays_up_to"] == 8 and slower["reason"] == "doubling to 16 is 3% slower"
 
 
 def test_tensor_parallelism_stays_inside_the_island():
@@ -362,6 +371,18 @@ def test_a_given_layout_decides_on_the_software_and_given_software_on_the_layout
     found = plan(**words, engine="composer-fsdp").more
     assert found["layout"]["tp"] == found["layout"]["pp"] == 1 and "others" not in found["engine"]
     assert any("composer-fsdp has no" in wall for wall in found["ruled_out"])
+
+
+@pytest.mark.parametrize(
+    "layout", ["dp=8 zero=1 offload=optimizer", "dp=4 cp=2 cp_kind=ring", "dp=4 pp=2 zero=3 schedule=zb"]
+)
+def test_software_named_in_a_refusal_runs_the_layout(layout):
+    words = {"what": "llama3-8b", "on": "8xh100-sxm-80gb", **BIG_BATCH, "layout": layout}
+    for refused in ("composer-fsdp", "levanter") if "cp" in layout else ("composer-fsdp",):
+        with pytest.raises(UserError, match=f"{refused} has no ") as refusal:
+            plan(**words, engine=refused)
+    able = str(refusal.value).partition("use --engine ")[2].split(", ")
+    assert able and all(plan(**words, engine=name).ledger.lines for name in able)
 
 
 def test_every_word_of_what_an_engine_lacks_is_known():

@@ -266,12 +266,12 @@ def dropout(shape: Shape) -> list[Operation]:
     elements, branch = shape.elements, shape.elements * shape.matmul_bytes
     kept = elements if shape.fused_rmsnorm else branch
     # The stream's gradient stays alive beside the branch's; in reduced precision its cast copy is freed.
-    back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch, frees_saved=kept,
+    back = elementwise(shape, "dropout", "multiply", elements, 3, temporary=branch,
                        frees_temporary=branch if shape.casts else 0, on_stream=True)  # fmt: skip
     return [
         *noise(shape, "dropout", elements),
         elementwise(
-            shape, "dropout", "multiply", elements, 3, saved=kept, scratch=branch, on_stream=True, gradient=[back]
+            shape, "dropout", "multiply", elements, 3, held=kept, scratch=branch, on_stream=True, gradient=[back]
         ),
     ]
 
@@ -315,8 +315,8 @@ def activation(shape: Shape, elements: Size, *, made: Size | None = None, frees:
     """An activation, which saves its input. `made`: bytes of its gradient and of the intermediates of that."""
     kernel, size = shape.model.activation, elements * shape.matmul_bytes
     made = size if made is None else made
-    back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, scratch=made, frees_saved=size)
-    return elementwise(shape, "activation", f"{kernel}_forward", elements, 2, saved=size, frees_temporary=frees,
+    back = elementwise(shape, "activation", f"{kernel}_backward", elements, 3, scratch=made)
+    return elementwise(shape, "activation", f"{kernel}_forward", elements, 2, held=size, frees_temporary=frees,
                        gradient=[back])  # fmt: skip
 
 
@@ -338,7 +338,6 @@ def attention(shape: Shape) -> Operation:
     inputs = tokens * (model.query_size + model.key_value_size + values) * w
     outputs = tokens * model.heads * shape.value_width * w
     padded = tokens * values * w if shape.pads_values else 0  # a copy, saved for the backward pass
-    saved = attention_saved_bytes(shape)
     # Composed: scores before the softmax, and their gradients.
     working = shape.micro_batch * model.heads * shape.sequence**2 * FP32 if shape.composes_attention else 0
 
@@ -353,7 +352,7 @@ def attention(shape: Shape) -> Operation:
 
     back = one(
         Phase.BACKWARD, 2, temporary=working + inputs, frees_temporary=working + outputs,
-        frees_saved=saved + rotary_saved_bytes(shape) + padded,
+        frees_saved=rotary_saved_bytes(shape) + padded,
         parameters=model.heads * FP32 if model.attention_sinks else 0,
     )  # fmt: skip
-    return one(Phase.FORWARD, 1, saved=saved, scratch=working, gradient=[back])
+    return one(Phase.FORWARD, 1, held=attention_saved_bytes(shape), scratch=working, gradient=[back])

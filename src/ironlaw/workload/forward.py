@@ -76,12 +76,11 @@ def embedding(shape: Shape) -> list[Operation]:
         positions, scratch = model.context * model.hidden * FP32, full * (1 + shape.documents)
         numbers = shape.tokens * INDEX if shape.documents else 0  # the position of each token
         back = call(
-            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, frees_saved=numbers,
-            on_stream=True,
+            "positions", "sum_rows", elements, full + positions, kind=kind, parameters=positions, on_stream=True
         )  # fmt: skip
         operations.append(
             call(
-                "positions", "add", elements, 2 * full, kind=kind, scratch=scratch, saved=numbers, on_stream=True,
+                "positions", "add", elements, 2 * full, kind=kind, scratch=scratch, held=numbers, on_stream=True,
                 gradient=[back],
             )
         )  # fmt: skip
@@ -182,16 +181,16 @@ def projections(shape: Shape) -> list[Operation]:
             ),
         )
     if model.qk_norm:
-        saved = qk_norm_saved_bytes(shape)
         back = elementwise(
-            shape, "qk_norm", "rmsnorm_backward", tokens * heads, 3, kind=Kind.NORM, frees_saved=saved,
+            shape, "qk_norm", "rmsnorm_backward", tokens * heads, 3, kind=Kind.NORM,
             parameters=sum(model.qk_norm_sizes) * FP32,
         )  # fmt: skip
         operations.append(
             elementwise(
-                shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2, kind=Kind.NORM, saved=saved, gradient=[back]
+                shape, "qk_norm", "rmsnorm_forward", tokens * heads, 2, kind=Kind.NORM, held=qk_norm_saved_bytes(shape),
+                gradient=[back],
             )
-        )
+        )  # fmt: skip
     if fused and model.positions != "rope":  # batched products need another memory order
         operations.append(elementwise(shape, "qkv", "copy", tokens * qkv, 2))
     if model.positions == "rope":
@@ -291,14 +290,14 @@ def full_head(shape: Shape) -> list[Operation]:
         return [*operations, replace(loss_forward, gradient=(back,))]
     full, size = logits * FP32, logits * w
     if model.logit_cap is not None:
-        back = call("logit_cap", "tanh_backward", logits, 7 * size, scratch=size, frees_saved=size)
-        operations.append(call("logit_cap", "tanh", logits, 6 * size, saved=size, scratch=size, gradient=[back]))
+        back = call("logit_cap", "tanh_backward", logits, 7 * size, scratch=size)
+        operations.append(call("logit_cap", "tanh", logits, 6 * size, held=size, scratch=size, gradient=[back]))
     if shape.casts:
         operations.append(cast(shape, "loss", logits, wide=True, kind=Kind.LOSS, temporary=full, frees_temporary=size))
     # Two gradients of the logits' size beside the saved log-probabilities: often the peak of the step.
-    back = call("loss", "loss_backward", logits, 4 * full, kind=Kind.LOSS, temporary=2 * full, frees_saved=full,
+    back = call("loss", "loss_backward", logits, 4 * full, kind=Kind.LOSS, temporary=2 * full,
                 frees_temporary=full)  # fmt: skip
-    loss = call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, saved=full, frees_temporary=full,
+    loss = call("loss", "loss_forward", logits, 2 * full, kind=Kind.LOSS, held=full, frees_temporary=full,
                 gradient=[back])  # fmt: skip
     return [*operations, loss]
 

@@ -158,12 +158,11 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
     """
     elements, joins = shape.stream_elements, joining(shape)
     full, narrow = elements * shape.stream_bytes, elements * shape.matmul_bytes
-    statistics = norm_saved_bytes(shape, shape.tokens, shape.model.hidden)
     # A composed RMSNorm's intermediates; in other blocks they are below the peak.
     scratch = 3 * full if shape.model.norm == "rmsnorm" and not shape.fused_rmsnorm else 0
     back = call(
         name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, temporary=full + scratch,
-        frees_temporary=(full if joins else 0) + scratch, frees_saved=full + statistics,
+        frees_temporary=(full if joins else 0) + scratch, frees_saved=full,
         parameters=shape.model.norm_parameters * FP32, on_stream=True,
     )  # fmt: skip
     operations = []
@@ -174,7 +173,8 @@ def _norm_after_branch(shape: Shape, name: str) -> list[Operation]:
     operations.append(
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM, temporary=full,
-            saved=statistics + narrow * shape.conventions.fused, on_stream=True, gradient=[back],
+            held=norm_saved_bytes(shape, shape.tokens, shape.model.hidden), saved=narrow * shape.conventions.fused,
+            on_stream=True, gradient=[back],
         )
     )  # fmt: skip
     joined = fast_replace(residual(shape), bytes_moved=3 * full, frees_temporary_bytes=full, gradient=())

@@ -127,13 +127,13 @@ def _norm(shape: Shape, name: str, width: int, whole: int, *, reader: str) -> li
     """The norm of a narrow vector: `width` of the `whole` output elements of a linear layer."""
     elements, w = narrow_tokens(shape) * width, shape.matmul_bytes
     full, reduced, product_elements = elements * shape.stream_bytes, elements * w, narrow_tokens(shape) * whole
-    statistics = norm_saved_bytes(shape, narrow_tokens(shape), width)
     saved_input = full if shape.casts else product_elements * shape.stream_bytes
     back = call(name, "rmsnorm_backward", elements, 3 * full, kind=Kind.NORM, scratch=full,
-                frees_saved=statistics + saved_input, parameters=width * FP32)  # fmt: skip
+                frees_saved=saved_input, parameters=width * FP32)  # fmt: skip
     operation = call(
         name, "rmsnorm_forward", elements, 2 * full, kind=Kind.NORM, gradient=[back],
-        saved=statistics + (0 if shape.casts else full), temporary=full if shape.casts else 0,
+        held=norm_saved_bytes(shape, narrow_tokens(shape), width), saved=0 if shape.casts else full,
+        temporary=full if shape.casts else 0,
     )  # fmt: skip
     if not shape.casts:
         return [operation]

@@ -95,11 +95,10 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     """
     elements = shape.stream_elements
     full = elements * shape.stream_bytes
-    statistics = norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden)
     gradients = [
         call(
             name, f"{shape.model.norm}_backward", elements, 3 * full, kind=Kind.NORM, scratch=full,
-            frees_saved=full * owns_input + statistics, parameters=shape.model.norm_parameters * FP32, on_stream=True,
+            frees_saved=full * owns_input, parameters=shape.model.norm_parameters * FP32, on_stream=True,
             gathered=True,
         )
     ]  # fmt: skip
@@ -109,8 +108,9 @@ def norm(shape: Shape, name: str, *, reader: str, residual: bool = True, owns_in
     operations = [
         call(
             name, f"{shape.model.norm}_forward", elements, 2 * full, kind=Kind.NORM,
-            saved=statistics + (0 if is_freed else shape.normed_bytes), temporary=full if shape.casts else 0,
-            on_stream=True, gathered=True, gradient=gradients,
+            held=norm_saved_bytes(shape, shape.stream_tokens, shape.model.hidden),
+            saved=0 if is_freed else shape.normed_bytes, temporary=full if shape.casts else 0, on_stream=True,
+            gathered=True, gradient=gradients,
         )
     ]  # fmt: skip
     return operations + input_cast(shape, reader, frees=full)

@@ -123,18 +123,18 @@ def _route(shape: Shape) -> list[Operation]:
     router = product("router", sizes, FP32, moved=moved, precision="fp32")
     if shape.conventions.fused:
         return [replace(router, saved_bytes=size, gradient=tuple(gradients))]
-    of_scores = small("route", "softmax_backward", scores, 3 * size, scratch=size, frees_saved=size)
+    of_scores = small("route", "softmax_backward", scores, 3 * size, scratch=size)
     balance = _balance_saved_bytes(shape)
-    of_choice = small("route", "fill", scores, 2 * size, temporary=size, frees_saved=choices * INDEX + balance,
+    of_choice = small("route", "fill", scores, 2 * size, temporary=size, frees_saved=balance,
                       frees_temporary=choices * FP32)  # fmt: skip
-    of_weights = small("route", "multiply", choices, 4 * choices * FP32, frees_saved=normalised)
+    of_weights = small("route", "multiply", choices, 4 * choices * FP32)
     operations = [
         replace(router, temporary_bytes=size, gradient=(*gradients, summed)),
-        small("route", "softmax", scores, 2 * size, saved=size, gradient=[of_scores]),
-        small("route", "topk", scores, size + choices * (FP32 + INDEX), saved=choices * INDEX,
+        small("route", "softmax", scores, 2 * size, held=size, gradient=[of_scores]),
+        small("route", "topk", scores, size + choices * (FP32 + INDEX), held=choices * INDEX,
               scratch=choices * FP32, gradient=[of_choice]),
         # Saves the weights for `combine` and for their normalisation; logits are freed with the router's variables.
-        small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32 + normalised,
+        small("route", "multiply", choices, 4 * choices * FP32, saved=choices * FP32, held=normalised,
               frees_temporary=size, gradient=[of_weights]),
     ]  # fmt: skip
     if is_nonzero(balance):
@@ -312,10 +312,10 @@ def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=saved)
     of_product = elementwise(shape, "shared_sum", "multiply_backward", elements, 4, temporary=2 * size + gate,
                              frees_saved=size, frees_temporary=size)  # fmt: skip
-    of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate, frees_saved=gate)
+    of_sigmoid = elementwise(shape, "shared_sum", "silu_backward", shape.tokens, 3, scratch=gate)
     return [
         product("shared_gate", sizes, w, moved=size, saved=saved, temporary=gate, gradient=[to_input, to_weight]),
-        elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, saved=gate, frees_temporary=gate,
+        elementwise(shape, "shared_sum", "silu_forward", shape.tokens, 2, held=gate, frees_temporary=gate,
                     gradient=[of_sigmoid]),
         elementwise(shape, "shared_sum", "multiply", elements, 2, temporary=size, gradient=[of_product]),
     ]  # fmt: skip

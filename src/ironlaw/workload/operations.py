@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ironlaw.ledger import Kind, Phase
-from ironlaw.workload.sizes import Size
+from ironlaw.workload.sizes import Size, is_nonzero
 
 
 @dataclass(frozen=True)
@@ -79,17 +79,22 @@ def with_memory(
 
 
 def call(
-    name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, saved: Size = 0,
-    temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, scratch: Size = 0, parameters: Size = 0,
-    precision: str | None = None, on_stream: bool = False, gathered: bool = False, summed: bool = False,
-    gradient: Sequence[Operation] = (),
+    name: str, kernel: str, elements: Size, moved: Size, *, kind: Kind = Kind.ELEMENTWISE, held: Size = 0,
+    saved: Size = 0, temporary: Size = 0, frees_saved: Size = 0, frees_temporary: Size = 0, scratch: Size = 0,
+    parameters: Size = 0, precision: str | None = None, on_stream: bool = False, gathered: bool = False,
+    summed: bool = False, gradient: Sequence[Operation] = (),
 ) -> Operation:  # fmt: skip
     """Return an operation other than a matrix product, which moves `moved` bytes. `scratch`: bytes allocated only while
     it runs; `parameters`: bytes of the parameter gradients it creates. `kinds.py` sets its group to that of its layer.
+
+    `held`: bytes saved for its own gradient, whose first operation frees them; `saved`: for the gradients of others.
     """
+    if is_nonzero(held):
+        first, *others = gradient
+        gradient = (with_memory(first, frees_saved=held), *others)
     return Operation(
         name, kind, Phase.FORWARD, "", kernel, elements=elements, precision=precision, bytes_moved=moved,
-        saved_bytes=saved, temporary_bytes=temporary + scratch, frees_saved_bytes=frees_saved,
+        saved_bytes=saved + held, temporary_bytes=temporary + scratch, frees_saved_bytes=frees_saved,
         frees_temporary_bytes=frees_temporary + scratch, gradient_bytes=parameters, on_stream=on_stream,
         gathered=gathered, summed=summed, gradient=tuple(gradient),
     )  # fmt: skip

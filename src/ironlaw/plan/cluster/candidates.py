@@ -41,6 +41,9 @@ from ironlaw.workload.recompute import keepable
 from ironlaw.workload.schedule import V_SHAPED
 from ironlaw.workload.sizes import Size, divided, is_array, larger
 
+KnownBlocks = dict[str, tuple[dict[bytes, int], dict[Any, Array]]]
+"""Values of distinct blocks, by what they are: the number of each block, and columns with an entry per number."""
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -74,6 +77,7 @@ class Candidates:
     imbalance: Array  # rows of the busiest expert parallel rank over the mean; 0: the value assumed for training
     narrow: int | None = None  # number of first layers with low-precision matmuls; None: all layers
     decided: tuple[Policy, ...] = ()  # per layer: what our trainer keeps, instead of its selective default
+    known_blocks: KnownBlocks | None = None  # shared by the candidates of one model and system
 
     def __len__(self) -> int:
         return int(self.dp.size)
@@ -135,18 +139,28 @@ class Candidates:
         return np.asarray(sum(flag * 2.0**i for i, flag in enumerate(flags)))
 
     def of_blocks(
-        self, engine: TrainingEngine, function: Callable[[Candidates], Mapping[Any, Size]]
+        self, engine: TrainingEngine, what: str, function: Callable[[Candidates], Mapping[Any, Size]]
     ) -> dict[Any, Array]:
-        """Evaluates `function` once per distinct block and returns its values for every candidate."""
+        """Evaluates `function` once per distinct block and returns its values for every candidate.
+
+        `what` names these values in `known_blocks`.
+        """
         division = self._division(engine)
-        first, sort = distinct_rows([*self._columns(), division], len(self))
-        few, division = self.take(first), division[first]
+        columns = [*self._columns(), division]
+        first, sort = distinct_rows(columns, len(self))
+        index, known = ({}, {}) if self.known_blocks is None else self.known_blocks.setdefault(what, ({}, {}))
+        keys = [row.tobytes() for row in np.stack([column[first] for column in columns], axis=1)]
+        new = first[np.array([key not in index for key in keys], dtype=bool)]
+        for key in keys:
+            index.setdefault(key, len(index))
         found: dict[Any, Array] = {}
-        for alike in np.unique(division) if len(self) else [0.0]:
-            index = np.flatnonzero(division == alike)
-            for name, values in function(few.take(index)).items():
-                found.setdefault(name, np.zeros(len(few)))[index] = values
-        return {name: values[sort] for name, values in found.items()}
+        for alike in np.unique(division[new]) if known or len(self) else [0.0]:
+            there = np.flatnonzero(division[new] == alike)
+            for name, values in function(self.take(new[there])).items():
+                found.setdefault(name, np.zeros(len(new)))[there] = values
+        known |= {name: np.concatenate([known.get(name, []), values]) for name, values in found.items()}
+        rows = np.array([index[key] for key in keys], dtype=np.int64)[sort]
+        return {name: values[rows] for name, values in known.items()}
 
     @cached_property
     def layers_of_stages(self) -> dict[str, Any]:

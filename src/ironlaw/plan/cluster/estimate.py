@@ -95,6 +95,12 @@ class ClusterRequest:
         of_model = model.parameters, model.moe is not None
         return engine, cluster.accelerator.generation, cluster.count, *of_model, self.precision
 
+    @cached_property
+    def least_seconds(self) -> float:
+        """Seconds of a step's model FLOPs at the peak of all accelerators, which no step is below."""
+        flops = float(self.candidates([Layout()]).model_flops()[0])
+        return flops / (self.system.hardware.peak(self.precision) * self.cluster.count)
+
     @property
     def flashes(self) -> bool:
         return self.flash and self.cluster.accelerator.has_flash
@@ -365,8 +371,10 @@ def _totals(
 
 def bounded(value: float, quantity: str, request: ClusterRequest, basis: str) -> Estimate:
     """Returns a planned value with its interval; `quantity`: "time" or "memory"."""
-    low, high = interval_factors(quantity, *request.compared)
-    return Estimate(value, Origin.CALCULATED, basis, float(value * np.exp(low)), float(value * np.exp(high)))
+    low, high = (float(value * np.exp(factor)) for factor in interval_factors(quantity, *request.compared))
+    if quantity == "time":
+        low = max(low, min(value, request.least_seconds))
+    return Estimate(value, Origin.CALCULATED, basis, low, high)
 
 
 def _lines(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> list[Line]:

@@ -7,7 +7,7 @@
 Memory and step time of a layout are planned later. An engine lists the features that its software lacks:
 
     lacking(engine("composer-fsdp"), layout)        # "tensor parallelism, pipeline parallelism"; "" if nothing
-    engines_for(layout)                             # names of the shipped engines that can run it
+    engines_for(layout, model)                      # names of the shipped engines that can run it
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.layout_table import ROW, Table, code, layout_table
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC, engines
-from ironlaw.workload.layout import OFFLOAD, SCHEDULES, Layout
+from ironlaw.plan.recipe import not_trained_here
+from ironlaw.workload.layout import CP_KINDS, OFFLOAD, SCHEDULES, Layout
 from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends, reason_unfilled
 from ironlaw.workload.sizes import divisors
 
@@ -240,7 +241,9 @@ def lacked(engine: TrainingEngine, table: Table) -> dict[str, npt.NDArray[np.boo
     if unknown := set(engine.lacks) - CAPABILITIES.keys():
         word = min(unknown)
         raise UserError(f"engine {engine.name} lacks '{word}', which is nothing: {did_you_mean(word, CAPABILITIES)}")
-    return {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
+    found = {CAPABILITIES[word][0]: CAPABILITIES[word][1](table) for word in engine.lacks}
+    kinds = () if "cp" in engine.lacks else set(CP_KINDS) - set(engine.cp_kinds)
+    return found | {f"cp_kind={kind}": table["cp_kind"] == code("cp_kind", kind) for kind in sorted(kinds)}
 
 
 def lacking(engine: TrainingEngine, layout: Layout) -> str:
@@ -249,6 +252,8 @@ def lacking(engine: TrainingEngine, layout: Layout) -> str:
     return ", ".join(words for words, needed in found.items() if needed[0])
 
 
-def engines_for(layout: Layout) -> list[str]:
+def engines_for(layout: Layout, model: ModelConfig, precision: str = "", optimizer: str = "adamw") -> list[str]:
     """Returns the names of the shipped engines of known software that can run the layout."""
-    return [name for name, engine in engines().items() if name != GENERIC and not lacking(engine, layout)]
+    known = {name: engine for name, engine in engines().items() if name != GENERIC and not lacking(engine, layout)}
+    ours = not_trained_here(layout, model, precision, optimizer) is None
+    return [name for name, engine in known.items() if ours or engine.fused]

@@ -69,7 +69,7 @@ def layer_activation_bytes(
 def kept_activation_bytes(candidates: Candidates, engine: TrainingEngine) -> tuple[Array, Array, Array]:
     """Returns bytes of one block and micro-batch: kept between forward and backward, on average; restored by
     recomputation, one block at a time; of cast weights, which autocast caches until a forward pass is over."""
-    found = candidates.of_blocks(engine, lambda part: _block_bytes(part, engine))
+    found = candidates.of_blocks(engine, "bytes", lambda part: _block_bytes(part, engine))
     everything, partly, entrance = (found[name] for name in ("everything", "partly", "entrance"))
     full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
     again = candidates.recomputed_share

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ironlaw.errors import UserError
+from ironlaw.plan.cluster.candidates import Candidates, KnownBlocks
 from ironlaw.plan.cluster.estimate import ClusterRequest, PlannedCandidates, plan_candidates
 from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.layout_space import MAX_TP, NO_SAVING, Saving, lacked, possible_layouts, saving, savings
@@ -139,6 +140,7 @@ class _Search:
     nearest: list[tuple[float, Entry]] = field(default_factory=list)
     waiting: list[Entry] = field(default_factory=list)  # to be walked, with a lower bound of their peak
     peaks: dict[tuple[Layout, float], float] = field(default_factory=dict)  # of the layouts walked
+    known_blocks: KnownBlocks = field(default_factory=dict)
     settled: set[bytes] = field(default_factory=set)  # layouts certain to fit, which gain nothing by saving memory
 
     @property
@@ -150,13 +152,16 @@ class _Search:
         """Upper end of the memory interval over the planned peak."""
         return math.exp(interval_factors("memory", *self.request.compared)[1])
 
+    def _candidates(self, part: Table) -> Candidates:
+        return replace(self.request.candidates(part), known_blocks=self.known_blocks)
+
     def plan(self, part: Table) -> np.ndarray:
         """Plans these rows and keeps the best. Returns, per row, a lower bound of the seconds of its saving variants.
 
         The bound is infinite where the row is certain to fit without allocator pressure, so that saving memory gains
         nothing. Rows of our own trainer that may fit wait to be walked.
         """
-        outcome = plan_candidates(self.request.candidates(part), self.where)
+        outcome = plan_candidates(self._candidates(part), self.where)
         fits, gain = outcome.fits, hiding(part)
         self.planned += len(part)
         if not fits.any() and not self.best:
@@ -243,7 +248,7 @@ class _Search:
         tried = np.concatenate([saving(rows, variant) for variant in extremes if variant in variants])
         if not len(tried):
             return np.zeros(0, dtype=bool)
-        over = peak_memory(self.request.candidates(tried), self.where.engine).total - usable_bytes(self.where)
+        over = peak_memory(self._candidates(tried), self.where.engine).total - usable_bytes(self.where)
         if not self.best and over.min() > 0:
             least = int(over.argmin())
             self.plan(tried[least : least + 1])

@@ -34,7 +34,7 @@ from ironlaw.plan.cluster.collective_costs import (
     shared_states,
     small_collectives,
 )
-from ironlaw.plan.cluster.layout_table import code
+from ironlaw.plan.cluster.layout_table import code, distinct_rows
 from ironlaw.plan.cluster.memory import kept_activation_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.cluster.system import ClusterSystem
@@ -181,12 +181,16 @@ def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str)
 
 def product_seconds(m: Size, n: Size, k: Size, batch: Size, hardware: Hardware, precision: str) -> Array:
     """Returns the seconds of a matrix product alone. A newer library is no faster than full tiles in all units."""
+    sizes = np.broadcast_arrays(*(np.atleast_1d(np.asarray(size, dtype=float)) for size in (m, n, k, batch)))
+    # Many layouts have the same products.
+    first, sort = distinct_rows(sizes, sizes[0].size)
+    m, n, k, batch = (size[first] for size in sizes)
     seconds = np.atleast_1d(matmul_seconds(m, n, k, batch, precision, hardware=hardware, sustained=True))
     newer = NEWER_LIBRARY.get(hardware.efficiency.generation)
-    if newer is None:
-        return seconds
-    rate = hardware.peak(precision) * hardware.efficiency.matmul_for(precision).attainable_fraction
-    return np.maximum(newer * seconds, 2.0 * batch * m * n * k / rate)
+    if newer is not None:
+        rate = hardware.peak(precision) * hardware.efficiency.matmul_for(precision).attainable_fraction
+        seconds = np.maximum(newer * seconds, 2.0 * batch * m * n * k / rate)
+    return np.asarray(seconds[sort])
 
 
 def kernel_slowdown(engine: TrainingEngine, hardware: Hardware) -> float:
@@ -311,7 +315,9 @@ def step_costs(candidates: Candidates, system: ClusterSystem) -> StepCosts:
     """Returns every ingredient of the step time."""
     island = float(system.fabric.island_ranks)
     found = candidates.of_blocks(
-        system.engine, lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system)
+        system.engine,
+        "seconds",
+        lambda part: _block(part, system) | _ends(part, system) | layer_collectives(part, system),
     )
     blocks: dict[str, Any] = {name: column for name, column in found.items() if isinstance(name, str)}
     near, far = blocks.pop("message_inside"), blocks.pop("message_across")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
@@ -142,15 +143,19 @@ def scaling(request: ClusterRequest, step_seconds: float) -> dict[str, Any]:
         gain = rows[-1]["step_seconds"] / seconds - 1
         rows.append({"accelerators": double, "step_seconds": seconds, "gain": gain})
         if gain < MIN_DOUBLING_GAIN:
-            stop, reason = rows[-2]["accelerators"], f"doubling to {double:,} is only {100 * gain:.0f}% faster"
+            break
+    for fewer, more in pairwise(rows):
+        if (gain := more["gain"]) < MIN_DOUBLING_GAIN:
+            change = f"{-gain:.0%} slower" if gain <= -0.005 else f"only {gain:.0%} faster"
+            stop, reason = fewer["accelerators"], f"doubling to {more['accelerators']:,} is {change}"
             break
     return {"rows": rows, "pays_up_to": stop, "reason": reason}
 
 
-def fastest(request: ClusterRequest) -> RankedLayout | None:
-    """Returns the fastest layout for the request; None if none fits or can be formed."""
+def fastest(request: ClusterRequest, hybrid: bool = False) -> RankedLayout | None:
+    """Returns the fastest layout for the request, of hybrid sharding too if asked for; None if none fits."""
     try:
-        found = search(request, keep=1, hybrid=False)
+        found = search(request, keep=1, hybrid=hybrid)
     except UserError:
         return None
     return found.best[0] if found.best else None

@@ -36,6 +36,9 @@ MIN_SPEEDUP = 1.1
 SUPERLINEAR = 1.3
 """More accelerators shorten a step by at most this factor over their number, as nothing is recomputed any more."""
 
+MAX_HYBRID_GAIN = 0.1
+"""Share of a step that hybrid sharding may save: it is tried where that much decides on the limits."""
+
 MAX_MISSES = 4  # doublings in a row for which nothing fits, or no layout can be formed
 
 SHOWN = 6  # kinds of hardware in the answer
@@ -84,11 +87,11 @@ class _Decoder:
         request = request_of(self.requested, kind, self.work, self.options)
         return request.system.hardware.peak(request.precision)
 
-    def offer(self, cluster: Cluster, usd_per_hour: float) -> Offer | None:
+    def offer(self, cluster: Cluster, usd_per_hour: float, hybrid: bool = False) -> Offer | None:
         """Returns the fastest layout, if one fits; not those that offload, as no measured run backs their time."""
         request = request_of(self.requested, cluster, self.work, self.options)
         for name in tried_in_turn(software_for(self.options, cluster.accelerator)):
-            found = fastest(replace(request, engine=name))
+            found = fastest(replace(request, engine=name), hybrid)
             if found is not None and found.layout.offload == "none":
                 step = found.step_seconds
                 return Offer(cluster, str(found.layout), name, step, step * self.work.steps, usd_per_hour)
@@ -113,7 +116,7 @@ class _Adapters:
     def flops_per_second(self, kind: Cluster) -> float:
         return adapters_target(kind, self.options).system.peak_flops_per_second
 
-    def offer(self, cluster: Cluster, usd_per_hour: float) -> Offer | None:
+    def offer(self, cluster: Cluster, usd_per_hour: float, hybrid: bool = False) -> Offer | None:
         if self.batch % cluster.count:
             return None
         answer = plan_adapters(self.requested, cluster, replace(self.options, limits=Limits()))
@@ -142,6 +145,9 @@ def plan_within_limits(
     run = (_Adapters if adapts else _Decoder)(requested, options)
     ruled_out: Counter[str] = Counter()
     found = _offers(run, _kinds(on, options), ruled_out, report)
+    if len(found) > 1:  # those shown as their own plans have them
+        shown = [run.offer(offer.cluster, offer.usd_per_hour, hybrid=True) or offer for offer in found[:SHOWN]]
+        found = sorted([*shown, *found[SHOWN:]], key=lambda offer: _objective(offer, limits))
     for number, offer in enumerate(found):
         answer = run.plan(offer.cluster)
         if answer.fits or number == len(found) - 1:
@@ -237,7 +243,8 @@ def _max_joined(of: Node) -> int:
 def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hour: float, most: int) -> Iterator[Offer]:
     """Yields the fastest layout on 1, 2, 4, ... to `most` accelerators, while doubling pays, from the number that holds
     the weights and could meet the deadline at the most attainable speed (`alone`: seconds on one)."""
-    memory, deadline = kind.accelerator.memory_bytes, run.options.limits.seconds or math.inf
+    memory, limits = kind.accelerator.memory_bytes, run.options.limits
+    deadline = limits.seconds or math.inf
     assert memory is not None
     least = max(1.0, alone / deadline, run.requested.model.parameters * run.least_bytes / memory.value)
     count, before, without = 2 ** math.ceil(math.log2(least)), math.inf, 0
@@ -246,6 +253,11 @@ def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hou
         if offer is None:
             count, without = 2 * count, without + 1
             continue
+        left = 1 - MAX_HYBRID_GAIN
+        if not limits.allow(offer.seconds, offer.rent_usd) and limits.allow(
+            left * offer.seconds, left * offer.rent_usd
+        ):
+            offer = run.offer(replace(kind, count=count), usd_per_hour, hybrid=True) or offer
         if before / offer.step_seconds < MIN_SPEEDUP:
             return
         yield offer

@@ -165,13 +165,16 @@ def tried_in_turn(software: Sequence[Assumption]) -> list[str]:
 def _plan_in_turn(request: ClusterRequest, software: list[Assumption]) -> tuple[ClusterRequest, PlanOutcome]:
     """Returns the answer for the first engine that runs the given layout, or has one that fits. UserError if none."""
     passed: list[str] = []
+    if request.layout is not None:
+        work = {"sequence": request.sequence, "global_batch": request.global_batch}
+        request.layout.check(request.model, **work, accelerators=request.cluster.count)
     for position, assumption in enumerate(software):
         engine, last = engine_named(assumption.value), position == len(software) - 1
         asked = replace(request, engine=engine.name)
         if request.layout is not None and (lacks := lacking(engine, request.layout)):
             passed.append(f"{engine.name} has no {lacks}")
             if last:
-                able = ", ".join(engines_for(request.layout)) or GENERIC
+                able = ", ".join(_able(request, request.layout)) or GENERIC
                 raise UserError(f"layout '{request.layout}': {passed[-1]}: use --engine {able}")
             continue
         may_pass = request.layout is None and not last and _may_pass(engine)
@@ -193,14 +196,19 @@ def _plan_in_turn(request: ClusterRequest, software: list[Assumption]) -> tuple[
     raise AssertionError("the generic engine can run anything")
 
 
+def _able(request: ClusterRequest, layout: Layout) -> list[str]:
+    return engines_for(layout, request.model, request.precision, request.optimizer)
+
+
 def under_others(request: ClusterRequest, answer: PlanOutcome) -> list[dict[str, Any]]:
     """Plans the same work for other engines, in the chosen layout, or in their own best if they cannot run it."""
     layout, found = answer.layout, list[dict[str, Any]]()
     assert layout is not None
+    able = _able(request, layout)
     for name in list(evidence(request.system.engine, request.cluster.accelerator.generation)["checked_there"])[:OTHERS]:
         other = replace(request, engine=name)
         with suppress(UserError):
-            if not lacking(engine_named(name), layout):
+            if name in able:
                 plan = plan_cluster(other, layout)
                 own, seconds, fits = layout, plan.step_seconds, plan.fits
             elif request.layout is None and (best := fastest(other)):
