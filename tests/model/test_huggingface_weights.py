@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def test_of_one_file_and_an_older_index_the_file_is_read(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"no weights at .*model-1.safetensors"):
         check_weights(tmp_path, config)
     write_model(tmp_path, config, weights)
-    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").touch()  # `transformers` looks for this file, whatever that of the weights is
     with pytest.raises(UserError, match="an adapter beside the weights: merge it"):
         check_weights(tmp_path, config)
     fields = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
@@ -217,9 +218,26 @@ def test_of_one_file_and_an_older_index_the_file_is_read(tmp_path: Path) -> None
         check_weights(tmp_path, config)
 
 
+def test_what_shards_hold_twice_is_the_same(tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS["llama"])
+    write_model(tmp_path, config, random_model(config).state_dict())
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    norm = tensors["model.norm.weight"]
+    for second in (norm, norm + 1, norm.double()):
+        save_file({"model.norm.weight": second}, tmp_path / "b.safetensors")
+        with nullcontext() if second is norm else pytest.raises(UserError, match=r"\(model.norm.weight is there twice"):
+            check_weights(tmp_path, config)
+
+
 def test_wrong_weights_are_one_line(tmp_path: Path) -> None:
     config = ModelConfig(**MODELS["llama"])
     with pytest.raises(UserError, match="no weights at"):
+        check_weights(tmp_path, config)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match="with transformers' save_pretrained"):
         check_weights(tmp_path, config)
     write_model(tmp_path, config, random_model(config).state_dict())
     with pytest.raises(UserError, match=r"embed_tokens.weight in .* has shape \[70, 32\], the model needs \[80, 32\]"):

@@ -72,12 +72,13 @@ def add_adapters(
 
 
 def merge(model: nn.Module) -> None:
-    """Merge every layer's adapters into its matrix, which leaves a plain model."""
+    """Merge every layer's adapters into its matrix, which leaves a plain model that can be trained."""
     for layer in adapted_layers(model).values():
-        weight = nn.Parameter(layer.merged().float(), requires_grad=False)
+        weight = nn.Parameter(layer.merged().float())
         del layer.adapters
         layer._buffers.clear()
         become(layer, Linear).weight = weight
+    model.requires_grad_(True)
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:

@@ -66,8 +66,11 @@ class Rope:
         table = {**(newer.get("full_attention", newer) if self.by_kind or not older else {}), **older}
         if self.by_kind:
             _check_kinds(newer, table)
-        if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
-            table = dict(self.scaling or {})
+        if self.scaling and fields.get("rope_parameters") is None and not older:
+            if "rope_scaling" in fields:  # version 4 takes none, version 5 the family's default
+                raise UserError(f"rope_scaling = {fields['rope_scaling']} is read in two ways, by version of "
+                                "transformers: leave it out, or write the table")  # fmt: skip
+            table = dict(self.scaling)
         theta = table.get("rope_theta") or lookup(fields, self.theta_key) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
@@ -166,6 +169,8 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
     # For LongRoPE the key outside the table applies, or the family's default.
     there = fields if kind in ("longrope", "su") else table
     original = float(there["original_max_position_embeddings"])
+    if there is table:  # version 5 of `transformers` prefers the key outside the table, version 4 does not read it
+        _check_same(fields, "original_max_position_embeddings", original, "rope_scaling's")
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {name: float(table[name]) for name in names} | {"original_context": original}

@@ -42,11 +42,17 @@ class _Files:
         try:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in sorted(self.files.keys() & file.keys()):
+                    if not _equal(self.files[name].get_tensor(name), file.get_tensor(name)):
+                        raise ValueError(f"{name} is there twice, with different numbers")
                 self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
+            pickled = any(folder.glob("pytorch_model*.bin"))
             raise UserError(
-                f"no weights at {path}: give a directory with {SINGLE}, or {SHARDED} and all its files"
-            ) from None
+                f"no weights at {path}: "
+                + ("save the pickled ones again, with transformers' save_pretrained" if pickled else
+                   f"give a directory with {SINGLE}, or {SHARDED} and all its files")
+            ) from None  # fmt: skip
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of GPT-2 without its output layer omit the prefix of the names.
@@ -72,6 +78,10 @@ class _Files:
         if not all(math.isfinite(end) for end in tensor.aminmax()):
             raise UserError(f"{name} in {self.folder} holds numbers that are not finite: fetch the weights again")
         return tensor
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -101,7 +111,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     if held:
         method = held.get("quant_method") if isinstance(held, dict) else held
         raise UserError(f"the weights in {folder} are stored in few bits ({method}): convert them to bf16 first")
-    if (folder / "adapter_model.safetensors").is_file():
+    if any((folder / f"adapter_{name}").is_file() for name in ("config.json", "model.safetensors")):
         raise UserError(
             f"{folder} holds an adapter beside the weights: merge it, or start from it (finetune.start_from)"
         )
