@@ -177,6 +177,15 @@ def test_an_index_that_names_no_files_of_its_directory_is_refused(index: Any, tm
         stored_type(tmp_path)
 
 
+def test_numbers_beyond_fp16_are_not_written_as_infinities(tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS["llama"])
+    weights = random_model(config).state_dict()
+    weights["final_norm.weight"][0] = 1e5
+    with pytest.raises(UserError, match=r"model.norm.weight has numbers too large for float16.*export it with"):
+        write_model(tmp_path / "half", config, weights, torch.float16)
+    assert not (tmp_path / "half").exists()
+
+
 def test_files_of_the_bare_gpt2_with_its_masks_and_a_shorter_context(tmp_path: Path) -> None:
     """As the first published files are: no `transformer.` before the names, and the causal masks among them."""
     config = ModelConfig(**MODELS["gpt2"])

@@ -75,9 +75,19 @@ class _Files:
         tensor: Tensor = self.files[stored].get_tensor(stored)
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise UserError(f"{name} in {self.folder} is stored as {tensor.dtype}: convert the weights to bf16 first")
-        if not all(math.isfinite(end) for end in tensor.aminmax()):
+        if not is_finite(tensor):
             raise UserError(f"{name} in {self.folder} holds numbers that are not finite: fetch the weights again")
         return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return all(math.isfinite(end) for end in tensor.aminmax())
+
+
+def check_range(name: str, held: Tensor, dtype: str) -> None:
+    """Raise UserError if `held`, what a tensor became in `dtype`, has numbers that are not finite."""
+    if held.is_floating_point() and not is_finite(held.float()):
+        raise UserError(f"{name} has numbers too large for {dtype}, or not finite: export it with --dtype bf16 or fp32")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -181,6 +191,8 @@ def write_tensors(
     fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
     fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more
+    for name, tensor in tensors.items():
+        check_range(name, tensor, str(tensor.dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     write_json(folder / "config.json", fields)
