@@ -185,8 +185,8 @@ def test_another_machine_does_not_count(user_cache: Path, machine_profile: Profi
 def test_what_was_seen_is_relative_to_the_best_of_then(user_cache: Path, machine_profile: Profile) -> None:
     """Twice the best of then is four times a best that has since halved."""
     interference.append_observations(machine_profile, [{"compute": 2.0, "memory": 2.0}] * 100)
-    best = {name: s / 2 if name.startswith("matmul") else s for name, s in machine_profile.best_seconds.items()}
-    faster = replace(machine_profile, best_seconds=best, interference={"compute": [], "memory": []})
+    best = machine_profile.probe | {"compute": machine_profile.probe["compute"] / 2}
+    faster = replace(machine_profile, probe=best, interference={"compute": [], "memory": []})
     assert interference.typical(faster) == pytest.approx({"compute": 4.0, "memory": 2.0})
 
 

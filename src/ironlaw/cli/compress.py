@@ -27,22 +27,28 @@ ONE, ALL = "one format, --to int4", "all formats, --sweep"
 
 
 def compress(
-    source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or a Hugging Face model's directory.")],
-    to: Annotated[str | None, typer.Option(help="A format of `ironlaw formats`, 2:4, pruned=50%, or int4,2:4.")] = None,
+    source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or the directory of a Hugging Face model.")],
+    to: Annotated[
+        str | None, typer.Option(help="Format (see `ironlaw formats`), 2:4, pruned=50%, or several: int4,2:4.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory to write, RUN-FORMAT unless given; of --sweep a page, .html.")
+        Path | None, typer.Option(help="Run directory to write, RUN-FORMAT unless given; of --sweep, a page (.html).")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help=f"{', '.join(METHODS)}: docs/formats.md; {METHODS[0]} unless given.")
+        str | None, typer.Option(help=f"Method: {', '.join(METHODS)} (docs/formats.md); {METHODS[0]} unless given.")
     ] = None,
     prune_by: Annotated[
-        str | None, typer.Option(help="magnitude, unless given, or wanda: times the norm of the input.")
+        str | None, typer.Option(help="What is kept: magnitude (unless given), or wanda, which counts inputs too.")
     ] = None,
-    all_layers: Annotated[bool, typer.Option("--all-layers", help="Embedding and output layer too.")] = False,
-    within: Annotated[str | None, typer.Option(help="Bytes, such as 6MB: wider formats where loss needs them.")] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Every format: loss against bytes and speed.")] = False,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="Compress the embedding and the output layer too.")
+    ] = False,
+    within: Annotated[
+        str | None, typer.Option(help="Limit, such as 6MB: wider formats go where the loss needs them.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Try every format: loss against bytes and speed.")] = False,
     budget: Annotated[str | None, typer.Option(help="Time for --sweep: 90s, 10min, 1h; 10min unless given.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text to measure on; a run's own unless given.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text to measure the loss on; that of the run unless given.")] = None,
     json: Json = False,
 ) -> None:
     given = {"to": to, "method": method, "prune_by": prune_by, "all_layers": all_layers, "within": within}
@@ -130,13 +136,17 @@ def export(
         Path | None, typer.Argument(help="The directory to write; RUN-hf or RUN-gguf unless given.")
     ] = None,
     to: Annotated[
-        str, typer.Option(help="hf: config.json and safetensors, as `transformers` reads them; gguf: for llama.cpp.")
+        str, typer.Option(help="hf: config.json and safetensors for `transformers`; gguf: one file for llama.cpp.")
     ] = "hf",
     dtype: Annotated[
         str | None,
-        typer.Option(help="fp32 (gguf: fp16) unless given; bf16. Of a compressed run its format; of gguf q8_0, q4_0."),
+        typer.Option(
+            help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; a compressed run keeps its own."
+        ),
     ] = None,
-    average: Annotated[bool, typer.Option("--average", help="The weights' average (train.average_decay).")] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Export the average of the weights (train.average_decay).")
+    ] = False,
     json: Json = False,
 ) -> None:
     if to not in DTYPES:

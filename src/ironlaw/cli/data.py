@@ -26,7 +26,7 @@ data = typer.Typer(no_args_is_help=True, add_completion=False)
 
 @data.callback()
 def _data() -> None:
-    """Your own text: tokenise it once, look at it, check it, hand it on."""
+    """Tokenise your own text once, look at it, check it, export it."""
 
 
 @data.command()
@@ -55,8 +55,8 @@ def stats(config: Config, set_: Set = None, json: Json = False) -> None:
 def inspect(
     config: Config,
     set_: Set = None,
-    step: Annotated[int, typer.Option(help="Which step's batch.", min=0)] = 0,
-    rows: Annotated[int, typer.Option(help="How many of its rows.", min=1)] = 4,
+    step: Annotated[int, typer.Option(help="Step whose batch is shown.", min=0)] = 0,
+    rows: Annotated[int, typer.Option(help="Number of rows.", min=1)] = 4,
     json: Json = False,
 ) -> None:
     """Rows of a training batch as the model sees them, document by document."""
@@ -107,7 +107,7 @@ def check(config: Config, set_: Set = None, json: Json = False) -> None:
 @data.command()
 def export(
     config: Config,
-    prefix: Annotated[Path, typer.Argument(help="PREFIX_train.bin, .idx and PREFIX_validation.bin, .idx are written.")],
+    prefix: Annotated[Path, typer.Argument(help="Writes PREFIX_train.bin, .idx and PREFIX_validation.bin, .idx.")],
     set_: Set = None,
     json: Json = False,
 ) -> None:
@@ -134,10 +134,10 @@ def export(
 
 @data.command()
 def clean(
-    names: Annotated[list[str] | None, typer.Argument(help="What to remove, as listed; else everything.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="The folder; the one of data.cache unless given.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Entries to remove, as listed; all unless given.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Cache folder; that of data.cache unless given.")] = None,
     unused_days: Annotated[
-        float | None, typer.Option("--unused-days", min=0, help="Only what nobody used for so long.")
+        float | None, typer.Option("--unused-days", min=0, help="Remove only what was not used for this many days.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
     json: Json = False,

@@ -15,7 +15,9 @@ from ironlaw.report.console import answer, messages, output, print_json, progres
 
 
 def catalog(
-    name: Annotated[str | None, typer.Argument(help="Accelerator, node, model or grid; all unless given.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Accelerator, node, model or power grid; all unless given.")
+    ] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names
@@ -41,8 +43,10 @@ def formats(
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("runs"),
-    sort: Annotated[str, typer.Option(help="date, step_seconds, tokens_per_second, mfu, validation_loss.")] = "date",
+    folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs"),
+    sort: Annotated[
+        str, typer.Option(help="Sort by date, step_seconds, tokens_per_second, mfu or validation_loss.")
+    ] = "date",
     json: Json = False,
 ) -> None:
     from ironlaw.explain.runs import list_runs, losses

@@ -19,60 +19,79 @@ if TYPE_CHECKING:
 
 def plan(
     what: Annotated[
-        str, typer.Argument(metavar="CONFIG|MODEL", help="A config file, a catalogued model, a Hugging Face config.")
+        str,
+        typer.Argument(
+            metavar="CONFIG|MODEL", help="Config file, catalogued model, Hugging Face config, or PACKAGE.MODULE:CLASS."
+        ),
     ],
     on: Annotated[
-        str | None, typer.Option(help="this (unless given), h100-sxm-80gb, 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
+        str | None, typer.Option(help="Hardware: this (unless given), 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
     ] = None,
     within: Annotated[
-        str | None, typer.Option(help="Of the run, such as 7d: the cheapest hardware, or number of --on NAME.")
+        str | None, typer.Option(help="Time limit, such as 7d: find the cheapest hardware, or how many of --on NAME.")
     ] = None,
     max_rent: Annotated[
-        float | None, typer.Option(min=0.01, max=1e12, help="US dollars of the run: without --within the fastest.")
+        float | None, typer.Option(min=0.01, max=1e12, help="Rent of the run in US dollars, at most: find the fastest.")
     ] = None,
     set_: Set = None,
-    tokens: Annotated[str | None, typer.Option(help="To train on in all: 1T, 500B, 2e12.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 1T, 500B, 2e12.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimizer step.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8, nvfp4; here fp32, bf16.")
+        str | None, typer.Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4; on this machine fp32 or bf16.")
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon, paged_adamw."),
+        typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon or paged_adamw."),
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option("--engine", "--profile", help="Whose constants: a framework's, or a name given to calibrate."),
+        typer.Option(
+            "--engine", "--profile", help="Framework or server to plan for, or a profile made by `ironlaw calibrate`."
+        ),
     ] = None,
-    layout: Annotated[str | None, typer.Option(help='Planned as given, such as "dp=8 zero=3 micro_batch=2".')] = None,
+    layout: Annotated[
+        str | None, typer.Option(help='Layout, such as "dp=8 zero=3 micro_batch=2"; the fastest unless given.')
+    ] = None,
     network: Annotated[
-        str | None, typer.Option(help='Of each node, if not the usual one: "8x 200 Gb/s RoCE, 2:1" oversubscribed.')
+        str | None,
+        typer.Option(help='Network of a node: "8x 200 Gb/s RoCE, 2:1" (oversubscribed); else the usual one.'),
     ] = None,
-    per_node: Annotated[int | None, typer.Option(min=1, help="Accelerators of a node, if not as usual.")] = None,
+    per_node: Annotated[
+        int | None, typer.Option(min=1, help="Accelerators per node; as many as usual unless given.")
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=2, help="On this machine: so many processes, as torchrun starts them.")
+        int | None, typer.Option(min=2, help="Processes on this machine, as torchrun starts them.")
     ] = None,
     emit: Annotated[
-        str | None, typer.Option(help="Print options for torchtitan, megatron, deepspeed, accelerate or ironlaw.")
+        str | None,
+        typer.Option(help="Print options of torchtitan, megatron, deepspeed, accelerate, or a server as vllm."),
     ] = None,
     price_per_hour: Annotated[
-        float | None, typer.Option(min=0.0001, max=1e6, help="US dollars per accelerator-hour.")
+        float | None,
+        typer.Option(min=0.0001, max=1e6, help="Rent of an accelerator-hour in US dollars; else catalogued."),
     ] = None,
     grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
     pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
         list[str] | None,
-        typer.Option("--input", help="Of a traced module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
+        typer.Option("--input", help="Input of a module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
     ] = None,
     serve: Annotated[
         str | None,
         typer.Option(metavar="REQUEST", help='Plan serving: "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms".'),
     ] = None,
-    weights: Annotated[str | None, typer.Option(help="Of --serve: format of the weights, such as fp8, q4_k_m.")] = None,
-    kv: Annotated[str | None, typer.Option(help="Of --serve: format of the cache, bf16, fp8 or int8.")] = None,
-    real: Annotated[bool, typer.Option("--real", help="A traced module runs one step on real tensors.")] = False,
+    weights: Annotated[
+        str | None, typer.Option(help="With --serve: format of the weights, such as fp8 or q4_k_m.")
+    ] = None,
+    kv: Annotated[
+        str | None, typer.Option(help="With --serve: format of cached keys and values: bf16, fp8 or int8.")
+    ] = None,
+    real: Annotated[
+        bool,
+        typer.Option("--real", help="Run one step of a module on real tensors, if its operations depend on values."),
+    ] = False,
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Json = False,
 ) -> None:
@@ -126,7 +145,9 @@ def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
 def rehearse(
     what: Annotated[str, typer.Argument(help="A config file or a catalogued model.")],
     on: Annotated[str, typer.Option("--on", help="A catalogued cluster, such as 64xh100-sxm-80gb.")],
-    layout: Annotated[str | None, typer.Option(help='Such as "dp=8 tp=8"; else the best planned one.')] = None,
+    layout: Annotated[
+        str | None, typer.Option(help='Layout to rehearse, such as "dp=8 tp=8"; the best planned one unless given.')
+    ] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.plan.request import plan_request, resolve

@@ -23,11 +23,15 @@ MIN_SECONDS = 0.001  # seconds, the least that is a limit or a duration
 
 def serve(
     path: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
-    port: Annotated[int | None, typer.Option(help="0: any free one; 8000 unless given.", min=0, max=65535)] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port; 0 takes a free one, 8000 unless given.", min=0, max=65535)
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="serve.key=value, as often as needed.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a key: serve.key=value; may be repeated.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A file of settings, as `tune --serve` writes it.")] = None,
-    engine: Annotated[str, typer.Option(help="ironlaw, or vllm in its own process.")] = "ironlaw",
+    engine: Annotated[str, typer.Option(help="Engine: ironlaw, or vllm in a process of its own.")] = "ironlaw",
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
@@ -73,10 +77,12 @@ def serve(
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face model's.")],
+    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
     tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 120,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.", min=0.0)] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(help="Randomness of the choice; 0 takes the likeliest token every time.", min=0.0)
+    ] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 among all.", min=0)] = 50,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     json: Json = False,
@@ -121,13 +127,19 @@ def generate(
 def bench(
     url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, at the times of a Poisson process.", min=1e-6, max=1e6)
+        float | None, typer.Option(help="Requests per second, at the times of a Poisson process.", min=1e-6, max=1e6)
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Instead: so many at once.", min=1)] = None,
-    trace: Annotated[Path | None, typer.Option(help="Instead: a recorded trace, JSON lines or CSV.")] = None,
-    requests: Annotated[int | None, typer.Option(help="How many; 100 unless given.", min=1, max=MAX_REQUESTS)] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(help="Instead of --rate: this many requests at once.", min=1)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead of --rate: a recorded trace, as JSON lines or CSV.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Number of requests; 100 unless given.", min=1, max=MAX_REQUESTS)
+    ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Instead of --requests, with --rate: how long.", min=MIN_SECONDS)
+        float | None, typer.Option(help="With --rate, instead of --requests: duration.", min=MIN_SECONDS)
     ] = None,
     input: Annotated[int | None, typer.Option(help="Tokens of a prompt; 128 unless given.", min=1)] = None,
     output_tokens: Annotated[
@@ -140,11 +152,13 @@ def bench(
     tpot: Annotated[
         float | None, typer.Option(help="Limit for goodput: seconds per token after it.", min=MIN_SECONDS)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds, of one request.", min=MIN_SECONDS)] = 600.0,
-    seed: Annotated[int, typer.Option(help="With --rate: of the arrival times.")] = 0,
-    model: Annotated[str | None, typer.Option(help="The server's first unless given.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
-    allow_end: Annotated[bool, typer.Option(help="Answers may end early; servers without ignore_eos need it.")] = False,
+    timeout: Annotated[float, typer.Option(help="Time limit of one request, in seconds.", min=MIN_SECONDS)] = 600.0,
+    seed: Annotated[int, typer.Option(help="With --rate: seed of the arrival times.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Model to ask; the server's first unless given.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")
+    ] = None,
+    allow_end: Annotated[bool, typer.Option(help="Let answers end early, as servers without ignore_eos do.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
     json: Json = False,
 ) -> None:

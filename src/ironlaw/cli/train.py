@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from ironlaw.train.result import Outcome
 
 Out = Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out, or start it.")]
-Page = Annotated[bool, typer.Option("--dashboard", help="A page in the browser while it trains.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out; start it if there is none.")]
+Page = Annotated[bool, typer.Option("--dashboard", help="Show the run on a page in the browser while it trains.")]
 JsonAtEnd = Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")]
 
 
@@ -39,7 +39,7 @@ def train(
     set_: Set = None,
     layout: Annotated[
         str | None,
-        typer.Option(help='Of the ranks that torchrun started: "dp=4 zero=2"; one process holds dp=1.'),
+        typer.Option(help='Layout of the ranks of torchrun, such as "dp=4 zero=2"; one process has dp=1.'),
     ] = None,
     out: Out = None,
     resume: Resume = False,
@@ -84,7 +84,7 @@ def train(
 
 def distil(
     config: Annotated[Path, typer.Argument(help="The student's config file.")],
-    teacher: Annotated[Path, typer.Option(help="A run or a Hugging Face directory.")],
+    teacher: Annotated[Path, typer.Option(help="The model to learn from: a run or a Hugging Face directory.")],
     set_: Set = None,
     out: Out = None,
     resume: Resume = False,
@@ -183,22 +183,26 @@ def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
 
 def launch(
     config: Config,
-    on: Annotated[str, typer.Option("--on", help="slurm, kubernetes or ssh.")],
-    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Nodes of the job.")] = 1,
+    on: Annotated[str, typer.Option("--on", help="Launcher: slurm, kubernetes or ssh.")],
+    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Number of nodes.")] = 1,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Go on with so many when nodes are lost; --nodes unless given.")
+        int | None, typer.Option(min=1, help="Continue with this many when nodes are lost; --nodes unless given.")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, max=1024, help="Accelerators per node, one rank each.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, max=1024, help="Accelerators per node; each runs one rank.")] = 8,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory on storage that all nodes see.")] = None,
-    hosts: Annotated[str | None, typer.Option(help="For ssh: node0,node1,...")] = None,
-    image: Annotated[str | None, typer.Option(help="For Kubernetes: an image with ironlaw in it.")] = None,
-    claim: Annotated[str | None, typer.Option(help="For Kubernetes: the shared volume, mounted at /work.")] = None,
-    time: Annotated[str | None, typer.Option(help="For Slurm: how long at most, such as 4:00:00 or 2-0.")] = None,
-    partition: Annotated[str | None, typer.Option(help="For Slurm: where to queue.")] = None,
-    account: Annotated[str | None, typer.Option(help="For Slurm: who pays.")] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand it to the launcher at once.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace a job file that was edited.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Run directory, on storage that all nodes share.")] = None,
+    hosts: Annotated[str | None, typer.Option(help="With ssh: the hosts, as node0,node1,...")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="With Kubernetes: a container image in which ironlaw is installed.")
+    ] = None,
+    claim: Annotated[
+        str | None, typer.Option(help="With Kubernetes: the claim of a shared volume, mounted at /work.")
+    ] = None,
+    time: Annotated[str | None, typer.Option(help="With Slurm: time limit, such as 4:00:00 or 2-0.")] = None,
+    partition: Annotated[str | None, typer.Option(help="With Slurm: partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="With Slurm: account that is charged.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the job at once.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a job file that was edited.")] = False,
     json: Json = False,
 ) -> None:
     settings = load_config(config, set_ or [])

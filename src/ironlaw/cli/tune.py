@@ -29,19 +29,27 @@ DEFAULT_CONCURRENCY, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of t
 
 def tune(
     config: Annotated[Path | None, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")] = None,
-    budget: Annotated[str, typer.Option(help="Time to spend: 90s, 15min, 1h.")] = "15min",
+    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 15min or 1h.")] = "15min",
     set_: Set = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Only what leaves the arithmetic as it is.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Try only changes that leave the arithmetic as it is.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
     serve: Annotated[
         Path | None, typer.Option(help="Instead of CONFIG: tune how this run or directory is served.")
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="With --serve: requests at once; 16.", min=1)] = None,
-    input: Annotated[int | None, typer.Option(help="With --serve: tokens of a prompt; 128.", min=4)] = None,
-    output_tokens: Annotated[
-        int | None, typer.Option("--output", help="With --serve: tokens of an answer; 64.", min=1)
+    concurrency: Annotated[
+        int | None, typer.Option(help="With --serve: requests at once; 16 unless given.", min=1)
     ] = None,
-    data: Annotated[str | None, typer.Option(help="With --serve: text for the prompts; a run has its own.")] = None,
+    input: Annotated[
+        int | None, typer.Option(help="With --serve: tokens of a prompt; 128 unless given.", min=4)
+    ] = None,
+    output_tokens: Annotated[
+        int | None, typer.Option("--output", help="With --serve: tokens of an answer; 64 unless given.", min=1)
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="With --serve: text for the prompts; that of the run unless given.")
+    ] = None,
     json: Json = False,
 ) -> None:
     seconds = parse_budget(budget)
@@ -124,9 +132,9 @@ def parse_budget(text: str) -> float:
 def explain(
     run: Annotated[
         Path,
-        typer.Argument(help="A run directory, of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
+        typer.Argument(help="A run directory of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
     ],
-    other: Annotated[Path | None, typer.Argument(help="A second one: why is it faster or slower?")] = None,
+    other: Annotated[Path | None, typer.Argument(help="A second one, to explain why it is faster or slower.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.api import explained

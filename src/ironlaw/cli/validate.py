@@ -14,9 +14,9 @@ from ironlaw.report.console import answer, messages
 
 def validate(
     runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one per row.")],
-    html: Annotated[Path | None, typer.Option(help="Write the same with scatter plots into this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the record, with scatter plots, to this HTML file.")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Plan every row with this engine or calibrated profile, not its framework's.")
+        str | None, typer.Option(help="Engine or calibrated profile for every row, instead of that of its framework.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -42,9 +42,12 @@ def validate(
 
 def calibrate(
     runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="16 to 32 runs with their step times.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="What to call the profile.")],
+    name: Annotated[str, typer.Option("--as", metavar="NAME", help="Name of the profile.")],
     start: Annotated[
-        str | None, typer.Option("--from", metavar="ENGINE", help="Engine or profile to start from; the runs' own.")
+        str | None,
+        typer.Option(
+            "--from", metavar="ENGINE", help="Engine or profile to start from; that of the runs unless given."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -83,7 +83,7 @@ def _others(e: RunEvidence) -> list[str]:
     if share is None:
         return []
     whose = f"other programs used {percent(share, 0)} of the cores meanwhile"
-    return [whose if share > MAX_OTHER_LOAD else f"{whose}: neighbours on the same host, or heat"]
+    return [whose if share > MAX_OTHER_LOAD else f"{whose}: neighbours on the host, cores moved apart, or heat"]
 
 
 STAGES = {

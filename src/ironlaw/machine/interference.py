@@ -10,7 +10,6 @@ out: they help to explain their own run, but do not predict the next one.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,7 +37,7 @@ def append_observations(profile: Profile, observations: Iterable[Mapping[str, fl
     mean = trimmed_mean(undisturbed(observations))
     if mean is None:
         return
-    identity = {"machine": profile.machine, "kernels": len(profile.best_seconds), "anchor": reference_seconds(profile)}
+    identity = {"machine": profile.machine, "kernels": len(profile.best_seconds), "probe": profile.probe}
     append_json_line(history_path(), identity | {"at": time.time()} | mean)
 
 
@@ -63,7 +62,7 @@ def disturbed(profile: Profile) -> float | None:
 
 def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
     """Return the typical time over best time by kind of kernel: the median of this measurement and the last runs."""
-    own, anchor = trimmed_mean(undisturbed(rounds(profile))), reference_seconds(profile)
+    own = trimmed_mean(undisturbed(rounds(profile)))
     slowdowns = [own] if own is not None else []
     now = time.time() if now is None else now
     for entry in reversed(read_json_lines(history_path())):
@@ -73,7 +72,7 @@ def typical(profile: Profile, now: float | None = None) -> dict[str, float]:
             same = (entry["machine"], entry["kernels"]) == (profile.machine, len(profile.best_seconds))
             if same and now - entry["at"] <= FORGOTTEN_AFTER_SECONDS:
                 # The entry's ratios refer to the best times known then; the present ones may be better.
-                slowdowns.append({kind: entry[kind] * entry["anchor"][kind] / anchor[kind] for kind in KINDS})
+                slowdowns.append({kind: entry[kind] * entry["probe"][kind] / profile.probe[kind] for kind in KINDS})
         except (KeyError, TypeError, ValueError):  # cut off, or from an earlier version
             continue
     return {kind: median(s[kind] for s in slowdowns) if slowdowns else 1.0 for kind in KINDS}
@@ -102,11 +101,3 @@ def other_load(observations: Iterable[Mapping[str, float]]) -> float | None:
     """Return the mean share of the cores used by other programs; None if the system does not report it."""
     shares = [observation[OTHER_LOAD] for observation in observations if observation.get(OTHER_LOAD) is not None]
     return fmean(shares) if shares else None
-
-
-def reference_seconds(profile: Profile) -> dict[str, float]:
-    """Return the reference of ratios: the geometric mean of the kernels' best seconds, by kind of kernel."""
-    logs: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for name, seconds in profile.best_seconds.items():
-        logs["compute" if name.startswith(("matmul", "attention", "native")) else "memory"].append(math.log(seconds))
-    return {kind: math.exp(sum(values) / max(1, len(values))) for kind, values in logs.items()}

@@ -38,6 +38,7 @@ from ironlaw.machine.kernels import (
     elementwise_builders,
     engine_builder,
     matmul_builders,
+    shared_builder,
     step_builder,
     tiny_builder,
     update_builder,
@@ -108,7 +109,10 @@ def sizes_of(device: torch.device) -> KernelSizes:
 ONEDNN = "fp32_onednn"
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEST_PERCENTILE = 20
-KINDS = {"compute": ("matmul", "attention", "native"), "memory": ("curve",)}  # by the first part of a sampler's key
+# Samplers whose rounds show the machine's speed, by the first part of their key. On a CPU data that the cores share
+# passes at a speed of its own, which kernels timed alone do not have.
+KINDS = {"compute": ("matmul", "attention", "native"), "memory": ("curve",)}
+CPU_KINDS = KINDS | {"memory": ("probe memory",)}
 UPDATE_TENSORS = (8, 64, 256)
 MAX_COPIES = 4
 STEADY_SECONDS = 0.4  # of whole steps on CUDA: under load for this long a GPU lowers its clock to its power limit
@@ -220,7 +224,7 @@ def measure(
         seconds = time.perf_counter() - started
         report(min(0.99, max(0.1, seconds / budget_seconds)), f"round {len(probed)}")
     for kind in KINDS:
-        samplers.append(Sampler(("probe", kind), [], [times[kind] for times in probed]))
+        samplers.append(Sampler((f"probe {kind}",), [], [times[kind] for times in probed]))
     if device.type == "cuda":
         runtime_bytes = host.context_bytes(device)
     profile = _profile(
@@ -349,8 +353,9 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
     forward, both = ((best["tiny", 5, backward] - best["tiny", 1, backward]) / 4 for backward in (False, True))
     profile.tiny_block_seconds = {"forward": forward, "backward": both - forward}
     profile.reference_step_seconds = {precision: best["step", precision] for precision in PRECISIONS}
-    profile.interference = {kind: _rounds(samplers, keys) for kind, keys in KINDS.items()}
-    profile.probe = {kind: best["probe", kind] for kind in KINDS}
+    kinds = CPU_KINDS if device.type == "cpu" else KINDS
+    profile.interference = {kind: _rounds(samplers, keys) for kind, keys in kinds.items()}
+    profile.probe = {kind: best[f"probe {kind}",] for kind in KINDS}
     profile.best_seconds = {_name(key): seconds for key, seconds in best.items()}
     return profile
 
@@ -398,7 +403,7 @@ class Probe:
         pool = Pool(torch.device("cpu"), elements=2**21)
         self._calls = {
             "compute": matmul_builders(pool, torch.float32, fp32_products == "onednn")["matmul"](512, 512, 512),
-            "memory": elementwise_builders(pool)["gelu_tanh_forward"](2**19),
+            "memory": shared_builder(pool),
         }
         self._load = OtherLoad()
 

@@ -25,7 +25,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import cache_folder, read_json, write_json
 from ironlaw.model.config import ModelConfig
 
-SCHEMA_VERSION = 3  # increased when plans need something that older profiles lack or name differently
+SCHEMA_VERSION = 4  # increased when plans need something that older profiles lack or name differently
 MAX_NATIVE_TIME_RATIO = 0.95  # native attention rounds differently and saves more: its gain must exceed the error
 FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
