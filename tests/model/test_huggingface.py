@@ -238,6 +238,11 @@ def test_an_empty_table_of_positions_is_the_familys_default():
     assert from_fields(fields | {"rope_parameters": {}}).rope_scaling is None
 
 
+def test_a_factor_of_zero_is_one_that_is_given():
+    table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192, "attention_factor": 0}
+    assert from_fields(LLAMA | {"rope_scaling": table}).rope_scaling["attention_factor"] == 0.0
+
+
 def test_a_missing_field_is_named():
     with pytest.raises(UserError, match="has no hidden_size"):
         from_fields({key: value for key, value in LLAMA.items() if key != "hidden_size"})

@@ -180,7 +180,8 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
         found |= {"beta_fast": float(table.get("beta_fast") or 32), "beta_slow": float(table.get("beta_slow") or 1)}
         found |= {} if table.get("truncate", True) else {"truncate": 0.0}
         extra += ["mscale", "mscale_all_dim"]
-    return found | {"original_context": original} | {name: float(table[name]) for name in extra if table.get(name)}
+    given = {name: float(table[name]) for name in extra if table.get(name) is not None}
+    return found | {"original_context": original} | given
 
 
 def written_scaling(view: Fields) -> dict[str, Any] | None:
