@@ -77,6 +77,7 @@ MODELS |= {
         **DEEPSEEK_EXPERTS, "score": "sigmoid", "balance": "bias", "routed_scale": 2.5, "groups": 4,
         "groups_per_token": 2,
     }},
+    "glm with scaled positions, which phi3 does not have": ROTARY | {"rotary_size": 4, "rope_scaling": {"factor": 2.0}},
     "llama with yarn": ROTARY | {"rope_scaling": {k: YARN[k] for k in YARN if not k.startswith("mscale")}},
 }  # fmt: skip
 
@@ -132,7 +133,7 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
     """From their own random initialisation, written by their own code."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = to_fields(ModelConfig(**MODELS[name]))
+    fields = to_fields(ModelConfig(**MODELS[name])) | {"pad_token_id": None}  # that of GLM is beyond the vocabulary
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     torch.manual_seed(2)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="eager").eval()

@@ -55,6 +55,7 @@ class Rope:
     local_key: str | None = None  # key of the base of layers with a window, which have no scaling
     local_theta: float | None = None
     by_kind: bool = False  # the table has one table for each kind of layer
+    only_longrope: bool = False  # whether other scalings are errors in `transformers`
     name = "rope"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
@@ -78,6 +79,8 @@ class Rope:
             _check_same(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
+        if self.only_longrope and scaling and table.get("short_factor") is None:
+            raise UserError("rope_scaling is not supported of this family: type 'longrope' is")
         if table.get("short_factor") is not None:
             found |= {"rope_short": tuple(table["short_factor"]), "rope_long": tuple(table["long_factor"])}
         found |= {"rotary_size": self._rotary_size(table, fields, values)}
