@@ -46,6 +46,8 @@ def test_a_run_is_planned_at_the_speed_seen_right_before_it(
     assert after.low <= before.low * 1.001 and after.high >= before.high * 1.14  # it passes, or it stays so
     assert "0.67 of its usual speed" in after.basis and now.facts["pace"] == pytest.approx(1.5)
     assert now.decided == calm.decided
+    apart = plan_run(tiny_config(), machine_profile, usual | {"memory": 2 * usual["memory"]})  # cores that moved apart
+    assert 1.05 < apart.facts["pace"] < 2
     probe = Probe(machine_profile.fp32_products)
     monkeypatch.setattr(OtherLoad, "share", lambda self: 0.05)
     assert probe.slowdown(machine_profile, 0.01)

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from ironlaw.files import append_json_line, cache_folder, read_json_lines
+from ironlaw.ledger import Kind
 from ironlaw.machine.profile import Profile
 
 KINDS = ("compute", "memory")
@@ -82,6 +83,14 @@ def expected(profile: Profile, now: Mapping[str, float] | None = None) -> dict[s
     """Return the expected slowdown of a run that starts now: `typical` weighted with `now`, from `Probe.slowdown`."""
     usual = typical(profile)
     return {k: v ** (1 - PROBE_WEIGHT) * now[k] ** PROBE_WEIGHT for k, v in usual.items()} if now else usual
+
+
+def slowed(seconds: Mapping[Kind, float], slowdown: Mapping[str, float], planned: Mapping[str, float]) -> float:
+    """Return the sum of seconds by kind, planned with the slowdowns `planned`, with those of `slowdown` instead."""
+    factors = {kind: slowdown[kind] / planned[kind] for kind in KINDS}
+    return sum(
+        s * factors["compute" if kind in (Kind.MATMUL, Kind.ATTENTION) else "memory"] for kind, s in seconds.items()
+    )
 
 
 def trimmed_mean(observations: Iterable[Mapping[str, float]]) -> dict[str, float] | None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, merge_unnamed
+from ironlaw.machine.interference import slowed
 from ironlaw.model.linear import local_part
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
@@ -162,12 +163,8 @@ def machine_speed(planned: Ledger, run: Ledger) -> float | None:
     found = run.facts.get("machine_slowdown")
     if not found or "slowdown" not in planned.facts:
         return None
-    slower = total = 0.0
-    for kind, seconds in planned.seconds_by_kind().items():
-        which = "compute" if kind in (Kind.MATMUL, Kind.ATTENTION) else "memory"
-        slower += seconds * found[which] / planned.facts["slowdown"][which]
-        total += seconds
-    return total / slower
+    seconds = planned.seconds_by_kind()
+    return sum(seconds.values()) / slowed(seconds, found, planned.facts["slowdown"])
 
 
 def add_memory(

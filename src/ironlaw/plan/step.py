@@ -112,7 +112,11 @@ class StepPlan:
             system = system.emulating()
         pace = {}
         if self.now is not None:
-            pace = {"pace": self.now["compute"] / interference.typical(self.profile)["compute"]}
+            seconds, expected = ledger.seconds_by_kind(), interference.expected(self.profile, self.now)
+            at_once, usual = (
+                interference.slowed(seconds, by, expected) for by in (self.now, interference.typical(self.profile))
+            )
+            pace = {"pace": at_once / usual}
             system = system.at_pace(pace["pace"])
         ledger.decisions = self.decisions
         ledger.facts, peak = self._facts() | pace, system.peak_flops_per_second

@@ -127,7 +127,7 @@ def _frontier(view: Document, points: list[dict[str, Any]]) -> None:
 
 
 def _candidates(view: Document, more: dict[str, Any]) -> None:
-    view.heading("Next cheapest")
+    view.heading("Next cheapest, each loaded as far as the limits allow")
     rows = [
         [f"{one['devices']} x {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
          units.dollars(one["usd_per_million_tokens"]), units.seconds(one["tpot_seconds"])]
