@@ -29,7 +29,7 @@ def wall(**seconds: float) -> dict[str, Any]:
 ODD = {"module": "head", "shape": [50257, 768], "aligned": [50304, 768], "seconds": 2e-3, "aligned_seconds": 1e-3}
 
 COUNTED = ("broadcasts", "float64_operations", "decompositions", "attention_masked", "attention_mask_rank", "denormals",
-           "half_operations", "operation_slow", "passes_apart")  # fmt: skip
+           "half_operations", "operation_slow", "outputs_unread", "passes_apart")  # fmt: skip
 
 PLANTED: dict[str, dict[str, Any]] = {
     **{
@@ -43,6 +43,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "host_bound": {"phases": {"host": 0.1}},
     "module_again": {"phases": {"host": 0.1}, "facts": {"module_again": {"part": 0.9, "place": "a.py:2"}}},
     "machine_slow": {"facts": {"machine_speed": 0.8}},
+    "programs_beside": {"facts": {"programs_beside": {"part": 0.5, "place": "python a.py"}, "other_load": 0.5}},
+    "steps_grow": {"facts": {"steps_grow": {"part": 0.5, "place": "a.py:7", "lines": []}}},
     "irregular_steps": {"facts": {"slow_steps_fraction": 0.3}},
     "unattributed": {"unattributed": 0.12},
     "evaluation_frequent": wall(evaluation=15.0),
@@ -71,6 +73,9 @@ PLANTED: dict[str, dict[str, Any]] = {
     "values_unread": {
         "facts": {"values_unread": {"part": 0.5, "place": "a.py:3", "lines": []}},
         "phases": {"forward": 0.1, "backward": 0.2},
+    },
+    "vocabulary_unused": {
+        "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},

@@ -15,7 +15,8 @@ from ironlaw.ledger import Ledger
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
-from ironlaw.observe.operation_checks import CountedCall, OperationChecks
+from ironlaw.observe.operation_checks import CountedCall, OperationChecks, unused_rows
+from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
@@ -183,7 +184,7 @@ def test_attention_that_a_mask_of_three_dimensions_keeps_from_its_kernel_has_a_l
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("rows", [1, 16, 64])
 def test_outputs_that_no_loss_reads_are_gradients_of_zeros(rows: int, tmp_path: Path) -> None:
     model, head = nn.Linear(16, 64), nn.Linear(64, 512)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
@@ -193,8 +194,8 @@ def test_outputs_that_no_loss_reads_are_gradients_of_zeros(rows: int, tmp_path: 
             logits[:, -rows:].logsumexp(-1).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    zeros = facts_of(tmp_path / "run")["zeros_multiplied"]
-    assert zeros is None if rows == 64 else "# HEAD" in line(zeros["place"])
+    unread = facts_of(tmp_path / "run")["outputs_unread"]
+    assert unread is None if rows == 64 else "# HEAD" in line(unread["place"])
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -320,7 +321,7 @@ def test_a_tensor_that_cannot_be_looked_into_ends_no_loop(tmp_path: Path, monkey
     def fails(*_: Any) -> None:
         raise NotImplementedError("no such kernel")
 
-    monkeypatch.setattr("ironlaw.observe.close_look.is_nearly_empty", fails)
+    monkeypatch.setattr("ironlaw.observe.close_look.zero_part", fails)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
@@ -343,6 +344,42 @@ def test_attention_that_writes_its_scores_has_the_line_that_calls_it(tmp_path: P
             optimizer.step()
             optimizer.zero_grad()
     assert "# ATTENDS" in line(facts_of(tmp_path / "run")["places"]["attention_unfused"])
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_is_made_of_a_guess_is_a_check_too_unless_the_model_learns_from_it(learned: bool, tmp_path: Path) -> None:
+    model, labels = nn.Linear(8, 8), torch.arange(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            out = model(torch.randn(4, 8))
+            guess = out.argmax(-1)
+            right = guess == labels
+            nn.functional.cross_entropy(out, torch.where(right, guess, labels) if learned else labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["values_unread"]
+    marked = {line(place).strip() for place in (found["place"], *found["lines"])} if found else set()
+    assert marked == (set() if learned else {"guess = out.argmax(-1)", "right = guess == labels"})
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_a_model_that_is_differentiated_by_its_inputs_has_no_idle_gradients_and_no_slow_line(tmp_path: Path) -> None:
+    """As in physics-informed training."""
+    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.rand(512, 2, requires_grad=True)
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+            bend.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    slow = facts["operation_slow"]
+    assert not facts["gradients_idle"]["part"] and (not slow or slow["part"] < 0.2)
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -452,6 +489,9 @@ def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str,
         habits.backward_begins([])
     habits.call = ModuleCall.of(model, (x,), {})
     assert (habits._passes_apart() is not None) is apart
+    assert habits.larger_batch(8) is not None  # of micro-batches with a backward pass each, too
+    habits.call = ModuleCall.of(nn.Linear(8, 8), (x,), {})  # a part of what is observed
+    assert habits.larger_batch(8) is None
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -521,3 +561,24 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
     use.update_begins(optimizer)
     use.end()
     assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)
+
+
+def test_a_batch_in_a_sparse_format_is_not_run_again() -> None:
+    """PyTorch concatenates no tensors in rows of nonzeros."""
+    assert ModuleCall.of(nn.Linear(4, 2), (torch.eye(4).to_sparse_csr(),), {}).passes(times=2) is None
+
+
+@pytest.mark.parametrize(("ids", "unused"), [
+    (torch.arange(256) % 30, 0.971), (torch.arange(256) * 3 % 763, 0.243), (torch.arange(64) % 30, 0.0),
+    (torch.arange(2, 66).repeat(4), 0.0),  # positions
+])  # fmt: skip
+def test_a_vocabulary_is_unused_behind_the_highest_token_of_a_batch(ids: torch.Tensor, unused: float) -> None:
+    ids = torch.where(ids == 1, 999, ids)  # as padding
+    assert unused_rows(torch.empty(1000, 8), ids.view(4, -1)) == pytest.approx(unused, abs=0.002)
+
+
+def test_programs_beside_are_named_without_what_their_arguments_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([{(7, 1.0): ("python a.py", 5.0)}, {(7, 1.0): ("python a.py", 5.0), (8, 2.0): ("python b.py", 9.0)}])
+    monkeypatch.setattr("ironlaw.observe.other_programs._computed_seconds", lambda: next(times))
+    found = OtherPrograms().facts()
+    assert found is not None and found["place"].startswith("python b.py (process 8): ") and not found["lines"]

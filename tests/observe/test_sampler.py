@@ -18,6 +18,7 @@ import torch
 
 import ironlaw
 from ironlaw.ledger import Phase
+from ironlaw.observe.growth import StepGrowth
 from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import ClockReading, Interval, Partition
 from ironlaw.observe.sampler import StackSampler, activity_of, data_stage_of
@@ -172,3 +173,20 @@ def test_a_module_that_is_given_the_same_tensors_again_has_a_line(same: bool) ->
             module(given if same else given.clone())
     again = sampler.facts([])["module_again"]
     assert (again is not None and __file__ in again["place"]) is same
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_line_that_takes_more_in_every_step_makes_steps_grow(grows: bool) -> None:
+    growth, seconds = StepGrowth(), []
+    for number in range(1, 17):
+        began = time.perf_counter()
+        time.sleep(0.005)
+        time.sleep(0.003 * number if grows else 0.02)  # HERE
+        seconds.append(time.perf_counter() - began)
+        growth.step_ended(number, may_look=True)
+    growth.end()
+    found = growth.facts(seconds)
+    assert (found is not None) is grows
+    if found is not None:
+        file, _, number = found["place"].rpartition(":")
+        assert "# HERE" in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1] and found["part"] > 0.5

@@ -110,6 +110,10 @@ FIGURES: dict[str, Figures] = {
         f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
         f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"
     ],
+    "vocabulary_unused": lambda e: [
+        f"{e.fact('vocabulary_unused')['unused']:.0%} of {e.fact('vocabulary_unused')['rows']:,} rows are behind the "
+        "highest token of a batch"
+    ],
     "update_by_hand": lambda e: e.line_figures(Phase.OPTIMIZER),
     "misaligned": _align_figures,
 }

@@ -130,9 +130,20 @@ def _waiting_for_thread(e: RunEvidence) -> float | None:
     return (float(e.fact("paused_seconds") or 0.0) + waited) / e.step
 
 
+def _programs_beside(e: RunEvidence) -> float | None:
+    """What other programs used of the cores, where the loop uses all of them; else what its thread waited for one."""
+    if "programs_beside" not in e.run.facts or not e.step:
+        return None
+    cores = e.fact("cores") or 1
+    used = min((e.fact("programs_beside") or {"part": 0.0})["part"], float(e.fact("other_load") or 0.0))
+    waited = float(e.fact("delayed_seconds") or 0.0) / e.step
+    return used if (e.fact("threads") or 1) >= cores else min(waited, used * cores)
+
+
 MEASURES: dict[str, Measure] = {
     "oversubscribed": _threads(more=True),
     "threads_few": _threads(more=False),
+    "programs_beside": _programs_beside,
     "thread_busy": _waiting_for_thread,
     "attention_unfused_trace": _unfused,
     "sync_in_accumulation": _extra_syncs,

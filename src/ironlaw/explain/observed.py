@@ -13,7 +13,7 @@ from ironlaw.catalog.accelerators import catalogued
 from ironlaw.errors import UserError
 from ironlaw.explain.explanation import Explanation, explained
 from ironlaw.explain.gap import Gap, subtract_ledgers
-from ironlaw.explain.observed_remedies import REMEDIES, ObservedPlans
+from ironlaw.explain.observed_remedies import REMEDIES, ObservedPlans, remedies_of_faults
 from ironlaw.explain.remedy import Remedy, find
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.files import read_json
@@ -26,6 +26,7 @@ from ironlaw.workload.updates import Loop, Update
 
 WAITING_PHASES = (Phase.DATA, Phase.TRANSFER, Phase.HOST, Phase.IDLE)
 OWN_PHASES = (*WAITING_PHASES, Phase.FORWARD)  # without waiting for other ranks
+GAINS = "Gains are per step, for the same samples; each says what it rests on."
 NOTHING_PAYS = "Nothing pays: no change that Ironlaw knows of saves 2% or more here."
 
 
@@ -45,8 +46,9 @@ def explain_observed(run_dir: Path, profile: Profile | None = None) -> Explanati
         run.facts["machine_speed"] = machine_speed(plan, run)
     gap = subtract_ledgers(plan, run)
     remedies = _remedies(run_dir, plan, run, gap, profile)
-    note = "Gains are per step, for the same samples; each says what it rests on." if remedies else NOTHING_PAYS
-    return explained(run_dir, plan, run, gap, (remedies, note), REMEDIES)
+    found = explained(run_dir, plan, run, gap, (remedies, NOTHING_PAYS), REMEDIES)
+    remedies = remedies_of_faults(found.diagnosis.findings, remedies, ObservedPlans(plan, run, gap))
+    return replace(found, remedies=remedies, remedies_note=GAINS) if remedies else found
 
 
 def _add_missing_keys(plan: Ledger, run: Ledger) -> None:

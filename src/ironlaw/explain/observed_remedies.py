@@ -4,17 +4,20 @@ measured, or from a small experiment at the end of the run; `basis` says which.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ironlaw.explain.diagnose import Finding
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import reconcile
 from ironlaw.explain.measures_of_code import PASSES, recomputed_share
 from ironlaw.explain.measures_of_devices import useless_exchanges
-from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, RemedyKind
+from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, Remedy, RemedyKind
+from ironlaw.explain.rule import Tier
 from ironlaw.explain.waterfall import PRODUCTS
 from ironlaw.ledger import Kind, Ledger, Line, Phase
+from ironlaw.observe.observed_run import larger_by
 
 MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 TIMES_FEWER = 10  # times, evaluations and checkpoints
@@ -34,9 +37,13 @@ class ObservedPlans(RunEvidence):
         return reconcile(self.run)[0].lines
 
     def saved_by_batch(self) -> float | None:
-        """Seconds per step: its part of what is planned, which a fault beside it does not make larger."""
+        """Seconds per step: its part of what is planned, which a fault beside it does not make larger; without a plan
+        of what was timed at the end, and of updates that there are fewer of."""
+        tried, times = self.fact("larger_batch"), larger_by(self.run.facts)
         if self.batches is None:
-            return None
+            fewer = 0.0 if self.fact("accumulation") == times else 1 - 1 / times
+            passes, updates = self.phase(*PASSES), self.phase(Phase.OPTIMIZER)
+            return None if tried is None else tried * passes + fewer * updates
         planned, otherwise = (plan.totals["step_seconds"].value for plan in self.batches)
         busy = self.phase(*PASSES, Phase.OPTIMIZER)
         without_delays = 1 - min(0.95, float(self.fact("delayed_seconds") or 0.0) / (self.step or 1.0))
@@ -123,8 +130,9 @@ def _batch(merged: bool) -> Callable[[ObservedPlans], list[Proposal]]:
         saved, accumulation = now.saved_by_batch(), int(now.fact("accumulation") or 1)
         if saved is None or (accumulation > 1) is not merged:
             return []
-        how = f"a micro-batch of {(accumulation if merged else 8) * int(now.fact('batch') or 1)}"
+        how = f"a micro-batch of {larger_by(now.run.facts) * int(now.fact('batch') or 1)}"
         basis = "planned: the larger micro-batch on this machine's curves, for the same samples"
+        basis = basis if now.batches else f"passes {BOTH_WAYS}, for the same samples"
         return _saved(now, how, saved, basis)
 
     return propose
@@ -210,11 +218,31 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
 
     def propose(now: ObservedPlans) -> list[Proposal]:
         wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / (now.steps or 1)
-        return _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
+        found = _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
+        # No part of a step: its share is of what passes in all.
+        return [replace(p, gain=(now.wall_share(name) or 0.0) * (1 - 1 / TIMES_FEWER)) for p in found]
 
     return RemedyKind(
         name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose
     )
+
+
+def remedies_of_faults(findings: Sequence[Finding], remedies: Sequence[Remedy], now: ObservedPlans) -> list[Remedy]:
+    """Returns a remedy for each fault, in their order, then the others: the one that the rule names, or its advice."""
+    left, found = {remedy.name: remedy for remedy in remedies}, []
+    for finding in findings:
+        cause = finding.cause
+        if cause.remedy in left and finding.fault:
+            found.append(left.pop(cause.remedy))
+        elif finding.fault and finding.tier is Tier.FAULT and cause.saves and not cause.remedy:
+            how = f"{cause.advice} ({finding.evidence[0]})" if finding.evidence else cause.advice
+            what = cause.advice.partition(";")[0]
+            own = {"title": what[0].upper() + what[1:], "name": cause.name, "precondition": finding.sentence}
+            for saved in _saved(
+                now, how, finding.share * (now.step or 0.0), "the measured cost of the cause, all of it"
+            ):
+                found.append(Remedy(**vars(saved) | own, effect=Effect.NONE, risk="it may be needed now and then"))
+    return [*found, *left.values()]
 
 
 FP32 = "model.float(), inputs in torch.float32, no autocast ({place})"

@@ -67,6 +67,8 @@ class Rule:
     place: str = ""  # a fact with a line of code, which becomes the first figure
     tier: Tier = Tier.FAULT
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
+    remedy: str = ""  # that takes the cost away; without one the advice does, and saves the whole share
+    saves: bool = True  # the share is time
     eased_by: str = ""  # a rule whose remedy takes this cost away too: named first where what else it saves is more
     noticed: float | None = None  # from here on, below the threshold, a notice: it would cost more elsewhere
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.explain import measures, measures_of_code, measures_of_devices
-from ironlaw.explain.evidence import RunEvidence
+from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.explain.rule import Axis, Measure, Rule, Tier
 from ironlaw.files import read_toml
 from ironlaw.ledger import Phase
@@ -23,17 +23,18 @@ FIGURES = measures.FIGURES | measures_of_code.FIGURES | measures_of_devices.FIGU
 
 
 def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float | None:
-    """Of these phases the fact has the part; in one of them alone, where it tells of each."""
+    """Of these phases, or of the whole step, the fact has the part; in one of them alone, where it tells of each."""
     if fact not in e.run.facts:
         return None
     found: dict[str, Any] = e.fact(fact) or {}
     parts = ((phase, found.get(phase, found.get("part", 0.0))) for phase in phases)
-    return float(sum(part * (e.phase_share(Phase(phase)) or 0.0) for phase, part in parts))
+    whole = {"step": 1.0}
+    return float(sum(part * (whole.get(phase) or e.phase_share(Phase(phase)) or 0.0) for phase, part in parts))
 
 
 def _rule(
-    name: str, axis: str, threshold: float, tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
-    gain: str = "", fact: str = "", place: str = "", **entry: Any,
+    name: str, axis: str = "algorithm", tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
+    gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, **entry: Any,
 ) -> Rule:  # fmt: skip
     figures = FIGURES.get(name)
     measure: Measure
@@ -42,11 +43,15 @@ def _rule(
     elif present:
         measure, place = partial(RunEvidence.found, fact=fact or name, value=present), "" if fact else name
         figures = figures or (None if "facts" in entry else lambda e: [])
+        entry = {"threshold": 0.5, "noticed": NOTICED} | entry
     elif gain:
         measure = partial(RunEvidence.gain, remedy=gain, fact=fact)
     else:
         measure = MEASURES[name]
-    return Rule(name, Axis(axis), threshold, measure, figures=figures, place=place, tier=Tier[tier.upper()], **entry)
+    return Rule(
+        name, Axis(axis), measure=measure, figures=figures, place=place, tier=Tier[tier.upper()],
+        remedy=remedy or gain, saves=saves and not present, **entry,
+    )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = tuple(

@@ -32,8 +32,8 @@ from ironlaw.observe.operation_checks import (
     CountedCall,
     OddMasks,
     OperationChecks,
-    is_nearly_empty,
     share_saved_without,
+    zero_part,
 )
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
@@ -42,7 +42,9 @@ from ironlaw.workload.trace_kernels import tensors
 MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
 MIN_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
-ZEROS, MASKED, MASK_RANK = "zeros_multiplied", "attention_masked", "attention_mask_rank"
+UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
+VOCABULARY = "vocabulary_unused"
+MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
 TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
@@ -50,12 +52,15 @@ MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model 
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
 Seconds = dict[str, float]  # by line
+# Line, kinds, seconds and lines of all running functions, of the forward operation that a node of autograd is of.
+_Node = tuple[str, list[str], float, list[str]]
 
 
 class CloseLook(TorchDispatchMode):
     """Seconds of forward passes and losses by line, with what of the backward pass belongs to them.
 
-    A line is unread where it takes values that a gradient would come back through, and none does: checks and measures.
+    A line is unread where it takes values that a gradient would come back through, and none does, nor through what is
+    made of its results: checks and measures.
     Kinds of time are rules of `OperationChecks`, FORWARD and BACKWARD, and names of single operations; lines are marked
     for a rule. A line is slow where it repeats what it calls, or runs Python that calls nothing. Backward operations
     are those of the forward operation with their sequence number. `on_operation` is given the name and operands of
@@ -69,17 +74,20 @@ class CloseLook(TorchDispatchMode):
         on_operation: Callable[[str, Any], None] = lambda name, args: None,
     ) -> None:
         super().__init__()
-        self._partition, self._on_operation = partition, on_operation
+        self._partition, self._module, self._on_operation = partition, module, on_operation
         self._checks, self._odd_masks, self._loops = OperationChecks(module), OddMasks(), Loops(module)
         self._is_on, self._is_looking, self._collects = False, True, False
         self._seconds: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))  # kind -> seconds
         self._marked: dict[str, set[str]] = defaultdict(set)  # rule -> lines
         self._whole, self._backward, self._operations = 0.0, 0.0, 0
-        self._differentiable: set[str] = set()  # lines that take values with a gradient
-        self._read: set[str] = set()  # lines that a backward pass comes back through
-        # Sequence number -> line, kinds, seconds and lines of all running functions, of the forward operation.
-        self._nodes: dict[int, tuple[str, list[str], float, list[str]]] = {}
+        self._taking: set[str] = set()  # lines that take values with a gradient, or what such lines make without one
+        self._made_by: dict[int, str] = {}  # address of what they make without a gradient -> line
+        self._feeds: dict[str, set[str]] = defaultdict(set)  # line -> lines that take what it makes so
+        self._read = {""}  # lines that a backward pass comes back through, or that write weights or buffers
+        self._state = {t.data_ptr() for t in (*module.parameters(), *module.buffers())}
+        self._nodes: dict[int, _Node] = {}  # by sequence number
         self._newest = torch._C._autograd._get_sequence_nr()
+        self._unread_part = 0.0  # of the outputs
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
         self._trace = LineTrace(self._line_begins, everywhere=True)
         self._gaps: list[Seconds] = [defaultdict(float)]  # between two operations of a pass
@@ -179,15 +187,22 @@ class CloseLook(TorchDispatchMode):
         """Returns the line and the kinds of time of a backward operation."""
         number = node._sequence_nr() if node is not None else -1
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
-        if (own := user_line()) != self._pass_line:  # a hook, or a function's own backward pass
+        self._add_nodes((line, kinds, 0.0, lines))  # of a graph of the graph
+        is_pass = self._partition.running is Phase.BACKWARD  # and not the loop's own torch.autograd.grad
+        if is_pass and (own := user_line()) != self._pass_line:  # a hook, or a function's own backward pass
             return own, [] if CountedCall(own, name, False, dense(args), []).is_main_work else [ONE_OPERATION + name]
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
-            if self._head == number and ZEROS not in kinds and any(map(is_nearly_empty, tensors(args))):
-                kinds = [*kinds, ZEROS]
+            given = (t for t in dense(args) if t.data_ptr() not in self._loops.weights)
+            if (
+                self._head == number
+                and UNREAD not in kinds
+                and (part := max(map(zero_part, given), default=0.0)) > MIN_UNREAD
+            ):
+                kinds, self._unread_part = [*kinds, UNREAD], part
                 self._nodes[number] = line, kinds, 0.0, lines
-                self._marked[ZEROS].add(line)
-                self._seconds[ZEROS][line] += forward
+                self._marked[UNREAD].add(line)
+                self._seconds[UNREAD][line] += forward
         self._backward += seconds
         for loop in lines:
             self._seconds[BACKWARD][loop] += seconds
@@ -196,7 +211,6 @@ class CloseLook(TorchDispatchMode):
     def _count_forward(self, call: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """Returns the kinds of time of a forward operation."""
         self._head = None
-        newest = torch._C._autograd._get_sequence_nr()
         blamed = self._checks.count(call)
         if self._odd_masks.is_running:
             blamed[MASK_RANK] = {call.line}
@@ -204,23 +218,56 @@ class CloseLook(TorchDispatchMode):
             self._marked[rule] |= lines
         is_single = not call.is_main_work and not self._odd_masks.is_running
         kinds = [*blamed, *([ONE_OPERATION + call.name] if is_single else [])]
-        node = call.line, kinds, seconds, self._loops.count(call, frames, seconds)
+        self._add_nodes((call.line, kinds, seconds, self._loops.count(call, frames, seconds)))
+        self._follow(call)
+        return [FORWARD, *kinds]
+
+    def _add_nodes(self, node: _Node) -> None:
+        """Those that autograd has made since."""
+        newest = torch._C._autograd._get_sequence_nr()
         self._nodes |= dict.fromkeys(range(self._newest, newest), node)
         self._newest = newest
-        if torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands):
-            self._differentiable.add(call.line)
-        return [FORWARD, *kinds]
+
+    def _follow(self, call: CountedCall) -> None:
+        """Follow values that a gradient would come back through to what is made of them without one."""
+        makers = {self._made_by[t.data_ptr()] for t in call.operands if t.data_ptr() in self._made_by}
+        for maker in makers:
+            self._feeds[maker].add(call.line)
+        takes = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands)
+        if makers or takes:
+            self._taking.add(call.line)
+        for made in call.results:
+            self._made_by.pop(made.data_ptr(), None)
+            if (makers or takes) and not made.requires_grad:
+                self._made_by[made.data_ptr()] = call.line
+            if made.data_ptr() in self._state:
+                self._read.add(call.line)
+
+    def _unread(self) -> set[str]:
+        """Returns the lines of which nothing reaches one that is read."""
+        unread, before = self._taking - self._read, set[str]()
+        while unread != before:
+            before, unread = unread, {line for line in unread if self._feeds[line] <= unread}
+        return unread
 
     def facts(self, calls: Collection[str]) -> dict[str, Any]:
         """`calls`: lines that call the model, whose passes are judged as a whole."""
-        rules = (*OperationChecks.COUNTED, *OperationChecks.TRIED, MASK_RANK)
+        rules = (*OperationChecks.COUNTED, *OperationChecks.TRIED, MASK_RANK, UNREAD)
         found = {rule: self._part(self._seconds[rule], self._marked[rule]) for rule in rules}
         if (part := found[MASKED]) is not None and (masked := self._checks.masked) is not None:
             part["part"] *= share_saved_without(masked.operands[:1] * 3, masked.mask, is_causal=True)
         if (part := found[MASK_RANK]) is not None:
             *heads, mask = self._odd_masks.found
             part["part"] *= share_saved_without(heads, mask, attn_mask=mask.detach()[None])
-        unread = self._differentiable - self._read - set(calls)
+        if (part := found[UNREAD]) is not None:
+            part["part"] *= self._unread_part
+        if (part := found[VOCABULARY]) is not None:
+            rows, unused = self._checks.vocabulary
+            sizes = [(p.numel(), p.shape[:1] == (rows,)) for p in self._module.parameters()]
+            updated = sum(size for size, is_of_words in sizes if is_of_words) / sum(size for size, _ in sizes)
+            part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused,
+                     "place": None, "lines": [part["place"], *part["lines"]]}  # fmt: skip
+        unread = self._unread() - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),
             "operation_slow": self._slowest_operation(calls),
@@ -281,7 +328,7 @@ class Loops:
     of a model do not: each has weights of its own."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._weights = {p.data_ptr() for p in module.parameters()}
+        self.weights = {p.data_ptr() for p in module.parameters()}
         # Functions, the outermost first: with the times of each operation by line, and all operations.
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
@@ -294,7 +341,7 @@ class Loops:
         kept = sum(1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], pairs))
         self.end(kept)
         self._running += [(frame, defaultdict(Counter), set()) for frame in reversed(frames[: len(frames) - kept])]
-        called = call.name, next((t.data_ptr() for t in call.operands if t.data_ptr() in self._weights), 0)
+        called = call.name, next((t.data_ptr() for t in call.operands if t.data_ptr() in self.weights), 0)
         lines = [line_of(frame) for frame in frames]
         for line, (_, times, all_called) in zip(lines, reversed(self._running), strict=True):
             times[line][called] += 1

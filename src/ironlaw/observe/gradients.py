@@ -73,8 +73,10 @@ class GradientUse:
         if self._handles:
             self._passes.append(_BackwardPass(user_line(), self._calls))
             self._calls = []
+            owned = _updated(self._optimizers)
             for leaf in _leaves(roots):
-                if id(leaf) not in self._handles:
+                is_weight = isinstance(leaf, nn.Parameter) or id(leaf) in owned  # no batch, to be differentiated by
+                if is_weight and id(leaf) not in self._handles:
                     self._handles[id(leaf)] = leaf.register_post_accumulate_grad_hook(self._gradient_written)
 
     def backward_ended(self) -> None:

@@ -44,6 +44,7 @@ MIN_STEPS, MIN_BYTES, MIN_GROWTH = 12, 2**22, 0.02  # steps and bytes, and share
 UNNAMED = 3  # times as many: growth that nothing of the user's holds may be a heap or a loader that still settles
 LOOKED_AT = 2  # steps done before the one whose operations and gradients are looked at: once, as it takes time
 MAX_BATCHES = 32  # looked into for padding
+SHORT_SECONDS, ROOM_BYTES = 0.02, 2**32  # of a backward pass that is tried for a larger batch, and what is free then
 MIN_MERGED, MAX_MERGED = 4, 16  # parts of a batch that are tried as one; two or three are views, or real and made
 SETTLED = 3  # steps after which nothing has to be compiled any more
 EVEN = 0.3  # each quarter of a leak grows by at least this share of the mean quarter
@@ -82,8 +83,14 @@ CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("oversubscribed", "threads_few"), ("set_num_threads", "OMP_NUM_THREADS", "MKL_NUM_THREADS")),
     "batch_small": ("batch_size", "BATCH_SIZE", "per_device_train_batch_size", "micro_batch", "bs"),
     **dict.fromkeys(("attention_unfused", "attention_slow"), ("softmax", "Softmax", "need_weights", "eager")),
-    "recompute_needless": ("checkpoint", "checkpoint_sequential", "gradient_checkpointing_enable"),
+    "recompute_needless": (
+        "checkpoint",
+        "checkpoint_sequential",
+        "gradient_checkpointing",
+        "gradient_checkpointing_enable",
+    ),
     "recompiles": ("compile",),
+    "vocabulary_unused": ("Embedding",),
     "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
 """Rule -> the names that the code it is about calls, or sets."""
@@ -391,17 +398,28 @@ class Habits:
         return sum(max(0.0, steps[n - 1] - usual) for n in self._compiled_in if SETTLED < n <= len(steps))
 
     def _passes_apart(self) -> dict[str, Any] | None:
-        """The share of the passes that one pass over all parts of the batch saves. Micro-batches with a backward pass
-        each, as memory may want them, are no parts; at most `MAX_MERGED` parts are tried."""
+        """Several passes for parts of a batch, and the share of them that one for all saves. Micro-batches with a
+        backward pass each, as memory may want them, are no parts."""
         times = min(MAX_MERGED, statistics.median_low(self._parts or [0]))
-        if self.call is None or self._partition is None or times < MIN_MERGED:
+        part = self._saved_merged(times) if times >= MIN_MERGED else None
+        if part is None:
             return None
-        one, merged = self.call.passes(), self.call.passes(times=times)
-        if one is None or merged is None:
-            return None
-        part = share_saved(lambda: [one() for _ in range(times)], merged)
         text = f"{times} of them timed one by one and as one at the end of the run"
         return {"part": part, "place": self._forward_line(), "lines": [text]}
+
+    def larger_batch(self, times: int) -> float | None:
+        """Returns the share of the passes that so many micro-batches in one save. Those that take longer than calling
+        operations does are bound by what they compute, and not tried."""
+        is_whole = self.call is not None and self.call.module is self._module
+        mean = self._backward_seconds / max(1, len(self._parts))
+        has_room = mean < SHORT_SECONDS and host.available_bytes() > ROOM_BYTES
+        return self._saved_merged(min(MAX_MERGED, times)) if is_whole and has_room else None
+
+    def _saved_merged(self, times: int) -> float | None:
+        if self.call is None or self._partition is None:
+            return None
+        one, merged = self.call.passes(), self.call.passes(times=times)
+        return share_saved(lambda: [one() for _ in range(times)], merged) if one and merged else None
 
     def _is_float64(self) -> bool:
         """Most weights are."""

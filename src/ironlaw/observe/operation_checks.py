@@ -27,6 +27,8 @@ HALF = (torch.bfloat16, torch.float16)
 MIN_ELEMENTS, MAX_FILLED = 2**14, 0.05  # of an operand that is looked into, and the part of it that is not zero
 MIN_WIDE, MIN_TIMES_WIDER = 2**18, 8  # elements of a result, and how many times those of all its operands
 MAX_SAMPLES, MIN_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
+MIN_TOKENS, SPECIAL_TOKENS = 256, 2  # of a batch that tells of its vocabulary; with numbers at its end
+MIN_UNUSED = 0.5  # of a vocabulary; texts of any length have words of its second half
 HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 
 
@@ -64,13 +66,15 @@ class OperationChecks:
     `TRIED` one times a call both ways on the spot, and returns the share of its time that the other way saves.
     """
 
-    COUNTED = ("zeros_multiplied", "broadcasts", "copies", "float64_operations", "decompositions", "attention_masked")
+    COUNTED = ("zeros_multiplied", "broadcasts", "copies", "float64_operations", "decompositions", "attention_masked",
+               "vocabulary_unused")  # fmt: skip
     TRIED = ("denormals", "half_operations")
 
     def __init__(self, module: nn.Module) -> None:
         self.uses_autocast = False  # for the whole pass: then casts are wanted
         self.masked: CountedCall | None = None  # the latest attention with a causal mask
         self._types = {p.dtype for p in module.parameters()}
+        self.vocabulary: tuple[int, float] = (0, 0.0)  # rows of the table of words, and the part that no batch uses
         self._empty_from: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self._wide: dict[int, int] = {}  # address of what is wide -> elements
 
@@ -81,7 +85,7 @@ class OperationChecks:
 
     def zeros_multiplied(self, call: CountedCall) -> set[str] | None:
         """Products of which nearly all of an operand is zero, and what makes such operands: one-hot rows, dense
-        adjacency, gradients of outputs that no loss reads."""
+        adjacency."""
         empty = [t.data_ptr() for t in call.operands if is_nearly_empty(t)]
         made = {t.data_ptr(): call.line for t in call.results if is_nearly_empty(t)}
         blamed = {self._empty_from.get(address, call.line) for address in empty} if call.name in PRODUCTS else set()
@@ -114,6 +118,13 @@ class OperationChecks:
     def decompositions(self, call: CountedCall) -> set[str] | None:
         is_one = "linalg_" in call.name and any(word in call.name for word in DECOMPOSITIONS)
         return {call.line} if is_one else None
+
+    def vocabulary_unused(self, call: CountedCall) -> set[str] | None:
+        """What is as wide as a table of words, of which the batch uses only words with low numbers."""
+        if call.name == "embedding" and (unused := unused_rows(*call.operands[:2])) > MIN_UNUSED:
+            self.vocabulary = call.operands[0].shape[0], unused
+        is_wide = any(t.dim() and t.shape[-1] == self.vocabulary[0] for t in (*call.results, *call.operands))
+        return {call.line} if is_wide else None
 
     def attention_masked(self, call: CountedCall) -> set[str] | None:
         """Attention that is given a causal mask."""
@@ -153,11 +164,30 @@ class OperationChecks:
         return share_saved(partial(func, *args, **kwargs), partial(func, *wide[0], **wide[1]), 2)
 
 
+def unused_rows(table: Tensor, ids: Tensor) -> float:
+    """Returns the part of a table of words behind the highest number in a batch of ids (B, T). The highest two may be
+    of special tokens; 0 if the batch is too small to tell, or of positions, and if other tensors are as wide."""
+    if ids.dim() != 2 or ids.numel() < MIN_TOKENS or table.shape[0] == table.shape[1]:
+        return 0.0
+    if bool((ids.diff(dim=1) > 0).all()):
+        return 0.0
+    used = ids.unique()
+    return 1 - (int(used[-1 - SPECIAL_TOKENS]) + 1) / table.shape[0] if len(used) > SPECIAL_TOKENS else 0.0
+
+
 def is_nearly_empty(tensor: Tensor) -> bool:
     """Whether a large tensor holds next to nothing but zeros; no parameter that starts there."""
     if tensor.numel() < MIN_ELEMENTS or tensor.dtype is torch.bool or (tensor.is_leaf and tensor.requires_grad):
         return False
     return tensor.layout is torch.strided and int(torch.count_nonzero(tensor)) <= MAX_FILLED * tensor.numel()
+
+
+def zero_part(tensor: Tensor) -> float:
+    """Returns the part of the rows, or of the columns, of a large matrix that are zeros."""
+    if tensor.numel() < MIN_ELEMENTS or tensor.dim() != 2:
+        return 0.0
+    zeros = tensor == 0
+    return max(float(zeros.all(dim).float().mean()) for dim in (0, 1))
 
 
 def has_denormals(tensor: Tensor) -> bool:

@@ -60,10 +60,6 @@ class ModuleCall:
         def merged(tensor: torch.Tensor) -> torch.Tensor:
             return torch.cat([tensor] * times) if tensor.dim() and tensor.shape[0] == rows else tensor
 
-        state = {n: copied(t) for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: copied(merged(t)), self.inputs)
-        weights = [t for t in state.values() if t.requires_grad]
-
         def both_ways() -> None:
             with torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext():
                 output = torch.func.functional_call(self.module, state, args, kwargs)
@@ -71,6 +67,9 @@ class ModuleCall:
             torch.autograd.grad(roots, weights, allow_unused=True)
 
         try:
+            state = {n: copied(t) for n, t in (*self.module.named_parameters(), *self.module.named_buffers())}
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: copied(merged(t)), self.inputs)
+            weights = [t for t in state.values() if t.requires_grad]
             both_ways()
         except Exception:  # of code that is not ours, and nothing rests on it
             return None

@@ -39,11 +39,13 @@ from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
+from ironlaw.observe.growth import StepGrowth
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.hooks import listening
 from ironlaw.observe.inputs import unwrapped
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.observe.observed_run import Observed, write_observed
+from ironlaw.observe.observed_run import Observed, larger_by, write_observed
+from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import (
@@ -119,10 +121,11 @@ class Watch:
             inner, self.optimizers, self.partition if closely else None, is_compiled, self._recording, self._step_ended
         )
         self._stack.enter_context(listening(self.model, self.optimizers, self.partition, self._habits))
+        self._growth = StepGrowth()
         accelerated = self.device.type == "cuda"
         self._gpu = find_gpu_monitor(self.device.index or 0) if accelerated else None
         self._energy = EnergyMeter(accelerated=accelerated, gpu=self._gpu)
-        self._load = OtherLoad()
+        self._load, self._others = OtherLoad(), OtherPrograms()
         self._throttled = processor_throttle_count()
         self._machine = _measured_machine() if self.device.type == "cpu" else None
         self._prober = Probe(self._machine.fp32_products) if self._machine is not None else None
@@ -136,6 +139,7 @@ class Watch:
     ) -> None:
         self._recording.end()
         self._habits.end_look()
+        self._growth.end()
         seconds = time.perf_counter() - self.started
         self._probe()
         self.partition.resolve(wait=True)
@@ -146,11 +150,10 @@ class Watch:
             return
         rank = _rank()
         with torch.random.fork_rng(devices=[]):  # what is tried at the end takes none of the user's random numbers
-            observed = self._observed(seconds, kind)
             try:
-                write_observed(self.out / f"rank{rank}" if rank else self.out, observed)
-            except OSError as problem:  # the loop's own result may not be saved yet
-                warnings.warn(f"the observed run is lost, {self.out}: {problem.strerror}", stacklevel=2)
+                write_observed(self.out / f"rank{rank}" if rank else self.out, self._observed(seconds, kind))
+            except Exception as problem:  # the loop's own result may not be saved yet
+                warnings.warn(f"the observed run is lost, {self.out}: {problem or type(problem)}", stacklevel=2)
 
     def batches(self, iterable: Iterable[Item]) -> Iterator[Item]:
         """Time the wait for each item of something that is no DataLoader."""
@@ -206,6 +209,7 @@ class Watch:
             self._probe()
             self._recording.begin(self._steps_wanted)
             self._steps_wanted, self._asked = 0, False
+        self._growth.step_ended(number, may_look=not self._recording.is_running)
         now = time.perf_counter()
         if not self._recording.is_running and now - self._probed > PROBE_EVERY_SECONDS:
             self._probe()
@@ -255,6 +259,8 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
             "machine_slowdown": interference.trimmed_mean(self.probes),
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
+            "steps_grow": self._growth.facts([t.wall_seconds for t in done]),
+            "programs_beside": self._others.facts(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
             "thread_gain": thread_gain(inner, threads, cores, rows, precision) if on_cpu else None,
@@ -267,6 +273,7 @@ class Watch:
             "misaligned": misaligned_weights(inner, rows, precision),
             "odd_sizes": odd_sizes(rows, head_size(inner)),
         }  # fmt: skip
+        facts["larger_batch"] = self._habits.larger_batch(larger_by(facts)) if on_cpu else None
         if self.device.type == "cuda":
             facts |= self._gpu.facts() if self._gpu is not None else {}
             facts |= {

@@ -145,20 +145,67 @@ def test_llama_cpp_on_vulkan_uses_matrix_units_of_intel_from_xe2_on() -> None:
     assert other.system.peak == pytest.approx(8 * 19.66e12)
 
 
-def test_quantised_weights_are_multiplied_at_the_rate_of_the_dot_product() -> None:
-    """A unit of RDNA 2 takes as many 8-bit products in a clock as one of RDNA 3, whose fp32 rate is of two at once."""
-    shape = ROW | {"engine": "llama.cpp", "weight_format": "q4_0"}
-    (old, new, wide), _ = read_serving(
-        [shape | {"accelerator": "rx-6900-xt"}, shape | {"accelerator": "rx-7900-xtx"},
-         shape | {"accelerator": "rx-6900-xt", "weight_format": "f16-gguf"}]
-    )  # fmt: skip
-    assert old.system.peak == pytest.approx(4 * 23.04e12) and new.system.peak == pytest.approx(2 * 61.39e12)
-    assert wide.system.peak == pytest.approx(2 * 23.04e12)
+@pytest.mark.parametrize(
+    ("device", "year", "per_fp32", "converts"),
+    [
+        ("rtx-3090", "2025", 4.0, 0),  # matrix units: what scales their sums binds
+        ("t4", "2025", 4.0, 0),
+        ("a100-sxm-80gb", "2025", 4.0, 0),
+        ("a100-sxm-80gb", "2024", 16.0, 1),  # a library's products of 16 bits
+        ("v100-sxm-16gb", "2025", 125 / 15.7, 1),  # matrix units know nothing else
+        ("gtx-1080-ti", "2024", 2.0, 0),  # the units that scale also multiply
+        ("rx-6900-xt", "2025", 2.0, 0),
+        ("rx-7900-xtx", "2025", 1.0, 0),  # its fp32 rate is of two instructions at once
+    ],
+)
+def test_products_of_quantised_weights_are_bound_by_the_units_that_scale_them(
+    device: str, year: str, per_fp32: float, converts: float
+) -> None:
+    shape = {"engine": "llama.cpp", "weight_format": "q4_0", "accelerator": device, "date": year}
+    (run,), _ = read_serving([ROW | shape])
+    assert run.system.peak == pytest.approx(per_fp32 * run.device.peak_flops_per_second["fp32"].value, rel=0.01)
+    assert run.system.converts == converts
 
 
-def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster_than_32() -> None:
+def test_prompts_of_early_llama_cpp_move_weights_and_scores_more_often() -> None:
+    shape = {"engine": "llama.cpp", "model": "llama-2-7b", "scenario": "prefill", "accelerator": "rtx-3090"}
+
+    def seconds(**changed: str) -> float:
+        return planned(**shape | changed)["ttft_seconds"] or 0.0
+
+    few, wide = (
+        [seconds(date=year, weight_format=form, input_tokens="512") for year in ("2024", "2025")]
+        for form in ("q4_0", "f16-gguf")
+    )
+    assert few[0] - few[1] > 6.6e9 * 4 / 936e9 > wide[0] - wide[1] > 0
+    long = {"weight_format": "f16-gguf", "input_tokens": "8192", "date": "2024"}
+    assert seconds(**long) > seconds(**long, notes="FA on") + 32 * 32 * 8192**2 / 2 * 20 / 936e9
+    assert seconds(**long, notes="flash attention on") == seconds(**long, notes="FA on")
+
+
+def test_passes_of_a_long_prompt_follow_each_other_through_the_stages_of_llama_cpp() -> None:
+    shape = {"model": "llama-2-7b", "scenario": "prefill", "accelerator": "rtx-3090", "tp": "", "date": "2025"}
+    for engine, form, tokens, gain in (
+        ("llama.cpp", "f16-gguf", "512", 1.0),
+        ("llama.cpp", "f16-gguf", "2048", 16 / 7),
+        ("transformers", "fp16", "2048", 1.0),
+    ):
+        one, four = (
+            planned(engine=engine, weight_format=form, input_tokens=tokens, accelerators=n, **shape)["ttft_seconds"]
+            for n in ("1", "4")
+        )
+        assert one == pytest.approx(gain * (four or 0))
+
+
+def test_threads_are_the_cores_that_multiply() -> None:
+    shape = {"engine": "llama.cpp", "accelerator": "cpu-ryzen-7950x", "weight_format": "q4_0"}
+    (few, all_), _ = read_serving([ROW | shape | {"notes": notes} for notes in ("CPU only, 2 threads.", "")])
+    assert few.system.peak == pytest.approx(all_.system.peak / 8) and few.system.bandwidth == all_.system.bandwidth
+
+
+def test_a_processor_without_a_dot_product_multiplies_8_bits_no_faster() -> None:
     shape = {"engine": "llama.cpp", "model": "llama-3.2-1b", "scenario": "prefill", "input_tokens": "512"}
-    for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 4)):
+    for name, ratio in (("cpu-hifive-premier-p550-4-core-risc-v", 1), ("cpu-pi-400-4gb", 1), ("cpu-pi-5-8gb", 2)):
         (few, wide), _ = read_serving(
             [ROW | shape | {"accelerator": name, "weight_format": f} for f in ("q4_0", "bf16")]
         )

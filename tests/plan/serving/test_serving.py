@@ -100,6 +100,15 @@ def test_no_rate_holds_that_is_not_served() -> None:
     assert found.requests_per_second < 9 and not found.keeps_up
 
 
+@pytest.mark.parametrize("share", [0.7, 0.8])
+def test_what_keeps_up_serves_what_arrives_and_no_more(share: float) -> None:
+    """The tokens of the middle of a run are those of requests that happened to come then."""
+    one = served("a100-sxm-80gb")
+    rate = share * 3.0
+    found = play(one.system, parse_request(f"input=4096 output=64 rate={rate}"), one.kv_tokens, 200)
+    assert found.keeps_up and found.requests_per_second == pytest.approx(rate)
+
+
 def test_requests_that_follow_each_other_agree_with_the_closed_form() -> None:
     one = served()
     played = play(one.system, parse_request("input=512 output=128 concurrency=16"), one.kv_tokens, 256)

@@ -16,6 +16,7 @@ Errors are relative to the measurement; bias is the median signed error, above 0
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +65,9 @@ QUEUED = {
 }  # fmt: skip
 """Requests of a run of trtllm-bench by tokens of prompts and outputs, as its page of results says (TensorRT-LLM,
 docs/source/performance/perf-overview.md, Preparing a Dataset); 1,000 in, 2,000 out as the next longer ones."""
+
+EARLY = (("vllm", 2023, "vllm-2023"), ("llama.cpp", 2024, "llama.cpp-2024"))
+"""Engines, a year, and the entry of their releases until then."""
 
 MTP_ACCEPTANCE = 0.85
 """Multi-token prediction proposes one token beside the model's own, of which 85 to 90% are accepted (DeepSeek-V3, arXiv
@@ -154,7 +158,7 @@ def predict(run: ServingRun) -> dict[str, float | None]:
 
 
 def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
-    device = _device(cells)
+    device = _with_threads(cells, _device(cells))
     said = cells.text("date")[:4]
     year = int(said) if said.isdecimal() else LATEST
     engine = _engine(cells, year)
@@ -220,12 +224,26 @@ def _device(cells: Cells) -> Accelerator:
     return replace(device, peak_flops_per_second=fastest.peak_flops_per_second)
 
 
+def _with_threads(cells: Cells, device: Accelerator) -> Accelerator:
+    """Return a processor with the share of its cores that the row's threads use; any other device as it is."""
+    said = re.search(r"(\d+) threads", cells.text("notes"))
+    if said is None or not device.generation.startswith("cpu") or device.compute_units is None:
+        return device
+    share = min(1.0, int(said[1]) / device.compute_units.value)
+    peaks = {name: replace(peak, value=share * peak.value) for name, peak in device.peak_flops_per_second.items()}
+    return replace(device, peak_flops_per_second=peaks)
+
+
 def _engine(cells: Cells, year: int) -> ServingEngine:
     """Return the row's engine; an unknown one, for which a user would be asked, gets the base constants. vLLM captures
     graphs since its release 0.2.6 of December 2023."""
-    name = cells.needed_text("engine")
+    name, notes = cells.needed_text("engine"), cells.lower("notes")
+    early = next((early for of, last, early in EARLY if name.lower() == of and year <= last), name)
     try:
-        return serving_engine("vllm-2023" if name.lower() == "vllm" and year <= 2023 else name)
+        engine = serving_engine(early)
+        if engine.key == "llama.cpp" and (said := re.search(r"(?:\bfa|flash attention) (on|off)", notes)):
+            engine = replace(engine, score_bytes=0 if said[1] == "on" else serving_engine("llama.cpp-2024").score_bytes)
+        return engine
     except UserError:
         cells.assumed.append(f"engine = the base of all engines ({name} is not known)")
         return ServingEngine(name, key=name.strip().lower())

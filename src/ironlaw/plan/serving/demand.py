@@ -39,6 +39,7 @@ class Demand:
     window: Number
     heads_cached: Number  # key/value heads, the most ranks that can divide the cache (1 for latent attention)
     pair_flops: Number  # FLOPs of a query and a visible key, all heads and layers
+    score_heads: Number = 0.0  # query heads, all layers
     chosen: Number = 0.0  # experts chosen per token and layer
     expert_layers: Number = 0.0  # layers with experts
 
@@ -99,6 +100,7 @@ def demand_of(model: ModelConfig) -> Demand:
         window=float(model.sliding_window or 0),
         heads_cached=1.0 if latent is not None else float(model.key_value_heads),
         pair_flops=2.0 * (query + mixed) * model.layers,
+        score_heads=float(model.heads * model.layers),
         chosen=float(moe.experts_per_token) if moe else 0.0,
         expert_layers=float(model.moe_layers),
     )

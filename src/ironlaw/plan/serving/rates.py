@@ -75,6 +75,9 @@ class ServingEngine:
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache
     of_free: bool = False  # that fraction applies to the memory left by the weights
     pass_tokens: int = 8192  # most new tokens of a pass: the default of vLLM and TensorRT-LLM (max_num_batched_tokens)
+    in_flight: int = 1  # passes of one prompt that may be on different stages of a pipeline at the same time
+    score_bytes: int = 0  # that attention of prompts moves for a query, a key and a head; 0: one fused kernel
+    converts: bool = False  # on NVIDIA's devices all quantised weights to 16 bits, ahead of the products of prompts
     reads: Sequence[int] = (1, 0)  # how often a pass moves keys and values: as stored, repeated for all query heads
     # "graphs": replays captured or compiled passes; "eager": launches every operation from Python; "native": launches
     # them from a compiled language.
@@ -90,7 +93,8 @@ def serving_engine(name: str) -> ServingEngine:
     typed = name.strip().lower()
     for key, entry in table.items():
         if typed == key or typed in entry.get("also", ()):
-            return ServingEngine(key, **{"key": key} | {k: v for k, v in entry.items() if k != "also"})
+            found = {"key": key} | table.get(entry.get("like"), {}) | entry
+            return ServingEngine(key, **{k: v for k, v in found.items() if k not in ("also", "like")})
     raise unknown("serving engine", name, table)
 
 

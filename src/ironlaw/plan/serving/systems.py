@@ -14,7 +14,7 @@ from ironlaw.catalog.formats import stored_format
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.serving.demand import Demand, demand_of
-from ironlaw.plan.serving.rates import Rates, ServingEngine, rates_of
+from ironlaw.plan.serving.rates import Rates, ServingEngine, rates_of, vendor
 from ironlaw.plan.serving.timing import System
 
 WIDE_BYTES = 2.0
@@ -31,9 +31,16 @@ VECTORS_ALONE = {("vulkan", "xe_hpg")}
 """Backend of llama.cpp and generation whose matrix units it leaves alone (ggml-vulkan.cpp: cooperative matrices from
 Xe2 on). Vector units run 16-bit products at twice the fp32 rate, 8-bit ones at four times."""
 
-DOT_PRODUCTS = ("rdna2",)
-"""Generations whose catalogued rate of 8-bit integers is that of the dot product of vector units, which llama.cpp's
-kernels are made of: they attain the same share of it as of RDNA 3's, whose matrix units are no faster than that."""
+BLOCK_FLOPS, BLOCK_FLOPS_OF_VECTORS = 4.0, 2.0
+"""FLOPs of quantised products that llama.cpp's kernels reach for a 32-bit FLOP of the vector units, which bind them:
+they unpack weights, and convert, scale and add the sums of every block of 32 weights. That takes about 8 instructions
+of 2 FLOPs for the 64 FLOPs of a block, and as many again where they multiply too, with no matrix units beside them."""
+
+DUAL_ISSUE = ("rdna3", "rdna3.5")
+"""Generations whose 32-bit rate counts two instructions at once, which kernels other than plain sums seldom have."""
+
+WIDE = ("bf16", "fp16", "f16-gguf")
+"""Formats of GGUF files that are not quantised."""
 
 CACHE_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "q8_0": 1.0625, "int4": 0.5, "fp32": 4.0}
 
@@ -103,6 +110,9 @@ def system_of(
         expert_bytes=width,
         cache_bytes=CACHE_BYTES[formats.cache],
         pass_tokens=float(engine.pass_tokens),
+        in_flight=float(engine.in_flight),
+        score_bytes=float(engine.score_bytes),
+        converts=float(converts(device, engine, formats)),
         sums=float(engine.sums),
         launches=float(engine.launches),
         stored_reads=float(engine.reads[0]),
@@ -122,21 +132,44 @@ def wide_peak(device: Accelerator) -> float:
     return max(known)
 
 
+MATRIX_RATIO = 4.5
+"""Peak over that of fp32 from which it is that of matrix units: vector units multiply at most four 8-bit integers in
+place of one fp32 number."""
+
+
+def has_matrix_units(device: Accelerator, *formats: str) -> bool:
+    """Return whether matrix units multiply numbers of one of `formats`."""
+    peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
+    return any(peaks.get(name, 0.0) > MATRIX_RATIO * peaks.get("fp32", math.inf) for name in formats)
+
+
+def converts(device: Accelerator, engine: ServingEngine, formats: Formats) -> bool:
+    """Return whether llama.cpp converts quantised weights to 16 bits for a library's products of prompts: in early
+    releases, and where matrix units know nothing else (Volta)."""
+    if engine.family != "gguf" or formats.weights in WIDE or not vendor(device).startswith("nvidia"):
+        return False
+    return engine.converts if has_matrix_units(device, "int8") else has_matrix_units(device, "fp16")
+
+
 def product_peak(device: Accelerator, engine: ServingEngine, formats: Formats, backend: str = "") -> float:
     """Return the FLOP/s of the format of products, which narrow weights alone do not make narrow."""
     peaks = {name: figure.value for name, figure in device.peak_flops_per_second.items()}
     wide = wide_peak(device)
     if engine.family == "gguf":
-        quantised = formats.weights not in ("bf16", "fp16", "f16-gguf")
+        quantised, fp32 = formats.weights not in WIDE, peaks.get("fp32", wide)
         if device.generation.startswith("cpu"):
-            integers = min(INTEGERS_PER_LANE * peaks.get("fp32", wide), peaks.get("int8", math.inf))
+            integers = min(INTEGERS_PER_LANE * fp32, peaks.get("int8", math.inf))
             return max(wide, integers) if quantised else wide
         if (backend, device.generation) in VECTORS_ALONE:
-            return 2.0 * peaks["fp32"]
-        # Quantised weights are multiplied as 8-bit integers, at a catalogued rate of twice that of fp16 with fp16 sums.
-        # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums.
-        share = 1.0 if device.generation in DOT_PRODUCTS and quantised else 0.5
-        return max(wide, share * peaks.get("int8", 0.0))
+            return 2.0 * fp32
+        # Graphics cards run fp16 with fp32 sums at half the printed rate, but these kernels do not need fp32 sums: half
+        # the rate of 8-bit integers is that of fp16 with fp16 sums.
+        peak = max(wide, 0.5 * peaks.get("int8", 0.0))
+        scales = quantised and "fp32" in peaks and not converts(device, engine, formats)
+        if scales and vendor(device).startswith(("nvidia", "amd")):  # one source of kernels, for CUDA and HIP
+            vectors = fp32 * (0.5 if device.generation in DUAL_ISSUE else 1.0)
+            peak = min(peak, vectors * (BLOCK_FLOPS if has_matrix_units(device, "int8") else BLOCK_FLOPS_OF_VECTORS))
+        return peak
     narrow = formats.activations or formats.weights
     if narrow.startswith("fp8") and formats.weights != "fp8-weight-only":
         return peaks.get("fp8", wide)

@@ -31,6 +31,12 @@ ROW_BYTES, DIVIDED_BYTES = 24.0, 40.0
 """Bytes that the small kernels of a layer move for a row, by element of the residual stream: norms and residuals on
 every rank; rotations, activations and what products read and write divided among ranks."""
 
+COPY_FRACTION = 0.85
+"""Fraction of the memory's nominal rate that plain passes over large tensors attain."""
+
+SIXTEEN_BITS = 4.0
+"""Bytes that a weight moves beside its own where it is converted to 16 bits ahead of the product: written and read."""
+
 ROUTED = 0.9
 """Power of a pass's tokens that choose experts independently: tokens of one text, and popular experts, choose alike."""
 
@@ -68,6 +74,9 @@ class System:
     expert_bytes: Number
     cache_bytes: Number
     pass_tokens: Number  # most new tokens of a pass
+    in_flight: Number = 1.0  # passes of one prompt that are on different pipeline stages at the same time, at most
+    score_bytes: Number = 0.0  # that attention of prompts moves for a query, a key and a head; 0: fused
+    converts: Number = 0.0  # 1: weights are converted to 16 bits in every pass over prompts
     sums: Number = 2.0  # over tensor parallel ranks, of a layer
     launches: Number = 0.0  # operations of a layer that the host launches one by one, ahead of the device
     stored_reads: Number = 1.0  # times that a pass moves keys and values as they are stored
@@ -147,11 +156,14 @@ def tokens_of_a_pass(drafted: Number, acceptance: Number) -> Number:
     return (1.0 - acceptance ** (drafted + 1.0)) / (1.0 - acceptance)
 
 
-def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Number = 0.0) -> Number:
+def prompt_seconds(
+    system: System, sequences: Number, tokens: Number, cached: Number = 0.0, lanes: Number = 1.0
+) -> Number:
     """Return the seconds of the passes over `tokens` of each of `sequences` prompts, with `cached` tokens before them.
 
     A pass takes `pass_tokens` at most: a longer prompt reads the weights again. Matrices of experts have the rows of a
-    pass that chose them, and fill the device less than those that all rows pass through."""
+    pass that chose them, and fill the device less than those that all rows pass through. `lanes`: prompts between which
+    the pipeline's stages are divided; each has passes on several stages at once if the engine sends them ahead."""
     d, r = system.demand, system.rates
     all_tokens = np.maximum(sequences * tokens, 1.0)
     copies = np.clip(sequences, 1.0, system.attention_dp)  # of attention, each with its own sequences
@@ -163,7 +175,14 @@ def prompt_seconds(system: System, sequences: Number, tokens: Number, cached: Nu
     products = dense * (1.0 + r.ramp_tokens / rows) + experts * (1.0 + r.ramp_tokens / d.expert_rows(rows))
     attention = pairs * d.pair_flops / system.tp / copies / (system.wide_peak * r.attention)
     device = _longer(reading, products + attention / passes) + _sums(system, rows) + _exchanges(system, rows)
-    return passes * (device + _launches(system, rows, device) + r.prompt_seconds)
+    # Scores of a pass are a rectangle, also of keys that its queries do not see.
+    scores = (pairs + sequences * tokens * np.minimum(rows, tokens) / 2) * d.score_heads / system.tp / copies / passes
+    weights = (d.dense + d.touched(rows**ROUTED)) / system.together
+    moved = system.score_bytes * scores + SIXTEEN_BITS * system.converts * weights
+    device += moved / (COPY_FRACTION * system.bandwidth)
+    ahead, stages = np.minimum(passes, system.in_flight), system.pp / lanes
+    overlap = (ahead + stages - 1.0) / (ahead * stages)
+    return passes * overlap * (device + _launches(system, rows, device) + r.prompt_seconds)
 
 
 def pass_parts(
@@ -255,7 +274,8 @@ def at_concurrency(
     lane = np.where(together, requests, np.maximum(requests / system.pp, 1.0))
     side = np.where(together, requests, np.clip(lane, 1.0, system.attention_dp))  # each copy of attention has its own
     own = np.where(together, 0.0, system.rates.request_seconds)
-    prompt, decode, seconds = _turn(system, lane, side, inputs, outputs, cached)
+    lanes = np.where(together, 1.0, np.clip(requests, 1.0, system.pp))
+    prompt, decode, seconds = _turn(system, lane, side, inputs, outputs, cached, lanes)
     busy = np.minimum(lane / side * prompt / seconds, 0.9)  # share of the time spent on other prompts
     waiting = np.where(together, 0.0, decode / 2 + prompt * busy / (2 * (1.0 - busy)))
     new, seconds = np.maximum(outputs, 1.0), seconds + own
@@ -263,12 +283,12 @@ def at_concurrency(
 
 
 def _turn(
-    system: System, lane: Number, side: Number, inputs: Number, outputs: Number, cached: Number
+    system: System, lane: Number, side: Number, inputs: Number, outputs: Number, cached: Number, lanes: Number
 ) -> tuple[Number, Number, Number]:
     """Return the seconds of a pass with `side` prompts, of one that decodes for `lane` requests, and of what a request
     takes: the prompts of all, and its tokens."""
     decode = decode_seconds(system, lane, cached + inputs + outputs / 2)
-    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached)
+    prompt = prompt_seconds(system, side, np.maximum(inputs, 1.0), cached, lanes)
     return prompt, decode, lane / side * prompt + np.maximum(outputs, 1.0) * decode
 
 
@@ -284,5 +304,5 @@ def unlimited(system: System, requests: Number, inputs: Number, outputs: Number,
     `cached` as in `at_concurrency`."""
     side = np.maximum(1.0, system.pass_tokens / np.maximum(inputs, 1.0)) * system.attention_dp
     lane = np.maximum(requests / system.pp, 1.0)
-    seconds = _turn(system, lane, side, inputs, outputs, cached)[2]
+    seconds = _turn(system, lane, side, inputs, outputs, cached, system.pp)[2]
     return requests * np.maximum(outputs, 1.0) / seconds * np.minimum(system.rates.throughput, 1.2)
