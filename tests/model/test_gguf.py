@@ -93,6 +93,15 @@ def test_eight_and_four_bits_are_as_near_as_their_scales_allow(tmp_path: Path) -
         assert off.max() <= (0.005 if ends else 0.126) and (ends or off.max() > 0.05)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "q8_0", "q4_0"])
+def test_numbers_beyond_fp16_are_refused(dtype: str, tmp_path: Path) -> None:
+    model = model_of(TINY_LLAMA)
+    model.get_parameter("blocks.0.attention.out.weight").data[0, 0] = 1e8  # a scale of Q8_0 and Q4_0 is fp16, too
+    with pytest.raises(UserError, match=r"o_proj.weight has numbers too large for .*: export it with --dtype bf16"):
+        write_gguf(tmp_path / "model.gguf", model.config, model.state_dict(), dtype)
+    write_gguf(tmp_path / "wide.gguf", model.config, model.state_dict(), "bf16")
+
+
 def test_what_llama_cpp_does_not_compute_is_refused(tokenizer: Path, tmp_path: Path) -> None:
     for fields, told in (
         (TINY_GPT | {"activation": "gelu"}, "gelu_tanh"),

@@ -82,6 +82,7 @@ DEEPSEEK = {
 YARN = {
     "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096,
 }  # fmt: skip
+GPT_OSS = {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "rope_scaling": None}
 DEEPSEEK_V2_LITE = DEEPSEEK | {
     "model_type": "deepseek_v2", "num_hidden_layers": 27, "max_position_embeddings": 163840, "q_lora_rank": None,
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "topk_method": "greedy",
@@ -215,6 +216,9 @@ def test_file_or_directory_names_the_model(tmp_path):
         ({"model_type": "qwen3_next"}, "recurrent"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "'dynamic' is not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
+        # Versions of `transformers` differ about these two.
+        ({"original_max_position_embeddings": 4096}, "= 4096 stands where"),
+        (GPT_OSS, "rope_scaling = None is read in two ways"),
         ({"hidden_act": "relu6"}, "'relu6' is not supported"),
         ({"text_config": {}}, "parts beside a decoder"),
         ({"num_attention_heads": 33}, "33"),
@@ -225,6 +229,18 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(change, message):
     with pytest.raises(UserError, match=message) as caught:
         from_fields(LLAMA | change)
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_table_of_positions_is_the_familys_default():
+    fields = {key: value for key, value in (LLAMA | GPT_OSS).items() if key != "rope_scaling"}
+    assert from_fields(fields | {"rope_parameters": None}) == from_fields(fields)
+    assert from_fields(fields).rope_scaling["factor"] == 32.0
+    assert from_fields(fields | {"rope_parameters": {}}).rope_scaling is None
+
+
+def test_a_factor_of_zero_is_one_that_is_given():
+    table = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192, "attention_factor": 0}
+    assert from_fields(LLAMA | {"rope_scaling": table}).rope_scaling["attention_factor"] == 0.0
 
 
 def test_a_missing_field_is_named():

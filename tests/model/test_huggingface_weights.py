@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ MODELS |= {
         **DEEPSEEK_EXPERTS, "score": "sigmoid", "balance": "bias", "routed_scale": 2.5, "groups": 4,
         "groups_per_token": 2,
     }},
+    "glm with scaled positions, which phi3 does not have": ROTARY | {"rotary_size": 4, "rope_scaling": {"factor": 2.0}},
     "llama with yarn": ROTARY | {"rope_scaling": {k: YARN[k] for k in YARN if not k.startswith("mscale")}},
 }  # fmt: skip
 
@@ -131,7 +133,7 @@ def test_what_transformers_saves_computes_the_same_here(name: str, tmp_path: Pat
     """From their own random initialisation, written by their own code."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = to_fields(ModelConfig(**MODELS[name]))
+    fields = to_fields(ModelConfig(**MODELS[name])) | {"pad_token_id": None}  # that of GLM is beyond the vocabulary
     (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     torch.manual_seed(2)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), attn_implementation="eager").eval()
@@ -176,6 +178,15 @@ def test_an_index_that_names_no_files_of_its_directory_is_refused(index: Any, tm
         stored_type(tmp_path)
 
 
+def test_numbers_beyond_fp16_are_not_written_as_infinities(tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS["llama"])
+    weights = random_model(config).state_dict()
+    weights["final_norm.weight"][0] = 1e5
+    with pytest.raises(UserError, match=r"model.norm.weight has numbers too large for float16.*export it with"):
+        write_model(tmp_path / "half", config, weights, torch.float16)
+    assert not (tmp_path / "half").exists()
+
+
 def test_files_of_the_bare_gpt2_with_its_masks_and_a_shorter_context(tmp_path: Path) -> None:
     """As the first published files are: no `transformer.` before the names, and the causal masks among them."""
     config = ModelConfig(**MODELS["gpt2"])
@@ -208,7 +219,7 @@ def test_of_one_file_and_an_older_index_the_file_is_read(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"no weights at .*model-1.safetensors"):
         check_weights(tmp_path, config)
     write_model(tmp_path, config, weights)
-    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").touch()  # `transformers` looks for this file, whatever that of the weights is
     with pytest.raises(UserError, match="an adapter beside the weights: merge it"):
         check_weights(tmp_path, config)
     fields = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
@@ -217,9 +228,26 @@ def test_of_one_file_and_an_older_index_the_file_is_read(tmp_path: Path) -> None
         check_weights(tmp_path, config)
 
 
+def test_what_shards_hold_twice_is_the_same(tmp_path: Path) -> None:
+    config = ModelConfig(**MODELS["llama"])
+    write_model(tmp_path, config, random_model(config).state_dict())
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "a.safetensors") | {"model.norm.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    norm = tensors["model.norm.weight"]
+    for second in (norm, norm + 1, norm.double()):
+        save_file({"model.norm.weight": second}, tmp_path / "b.safetensors")
+        with nullcontext() if second is norm else pytest.raises(UserError, match=r"\(model.norm.weight is there twice"):
+            check_weights(tmp_path, config)
+
+
 def test_wrong_weights_are_one_line(tmp_path: Path) -> None:
     config = ModelConfig(**MODELS["llama"])
     with pytest.raises(UserError, match="no weights at"):
+        check_weights(tmp_path, config)
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match="with transformers' save_pretrained"):
         check_weights(tmp_path, config)
     write_model(tmp_path, config, random_model(config).state_dict())
     with pytest.raises(UserError, match=r"embed_tokens.weight in .* has shape \[70, 32\], the model needs \[80, 32\]"):

@@ -29,7 +29,9 @@ from ironlaw.numerics.scaling import Inputs, balance
 from ironlaw.train import sweep
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
-from ironlaw.train.restore import QuantizedFiles, load_for_inference, read_held
+from ironlaw.train.parallel.step import read_first_weights
+from ironlaw.train.parallel.store import ShardedFiles
+from ironlaw.train.restore import QuantizedFiles, load_for_inference, load_run, read_held
 from ironlaw.train.run_directory import complete_or_nothing, path_beside
 from ironlaw.train.sweep import candidates
 
@@ -310,6 +312,9 @@ def test_training_does_not_go_on_from_compressed_weights_but_starts_from_them(
             train(tiny_config(TINY_LLAMA, train={"steps": steps}), small, resume=True)
     assert not (small / "plan.json").exists() and not (small / "metrics.jsonl").exists()
     train(tiny_config(TINY_LLAMA, train={"steps": 2, "start_from": str(small)}), tmp_path / "next")
+    part, held = Transformer(ModelConfig(**TINY_LLAMA)), load_run(small).model
+    read_first_weights(str(small), [part], part, ShardedFiles())
+    assert all(weight.equal(held.get_parameter(name)) for name, weight in part.named_parameters())
     with pytest.raises(UserError, match="is compressed already"):
         compress_run(small, read_target("int4"), tmp_path / "smaller", engine_decoder)
     assert newest_of(small).index["store"] == "quantized"

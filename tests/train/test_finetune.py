@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,10 @@ from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics import quantize
 from ironlaw.train.compression import _loss, text_of
-from ironlaw.train.finetune import add_adapters, merge, write_adapter
+from ironlaw.train.finetune import add_adapters, check_adapter, merge, write_adapter
+from ironlaw.train.parallel.materialize import build_on_meta, materialize
+from ironlaw.train.parallel.step import read_first_weights
+from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.restore import load_first_weights, load_run
 from ironlaw.train.result import Outcome
 from ironlaw.workload.finetune import FinetuneConfig, adapter_parameters
@@ -193,12 +197,23 @@ def test_a_base_that_has_changed_is_refused(finetuning: Config, train: Train, tr
         load_run(tmp_path / "run")
 
 
-def test_a_fine_tuned_run_is_a_base(finetuning: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+def test_a_fine_tuned_run_is_a_base(
+    finetuning: Config, tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
+) -> None:
     """Its own adapters merged."""
     train(finetuning({}), tmp_path / "first")
     config = finetuning({"method": "dora"}, train={"start_from": str(tmp_path / "first")})
     train(config, tmp_path / "second")
     assert losses(tmp_path / "second")[1] < losses(tmp_path / "first")[1]
+    # Trained in full it is a plain model: every weight moves, and every rank of a layout has the same ones.
+    train(tiny_config(LLAMA, train={"steps": 2, "start_from": str(tmp_path / "first")}), tmp_path / "third")
+    before, after = (load_run(tmp_path / name).model for name in ("first", "third"))
+    for name, weight in after.named_parameters():
+        assert not weight.equal(before.get_parameter(name)), name
+    part = build_on_meta(before.config)
+    materialize([part], torch.device("cpu"), initialize=False)
+    read_first_weights(str(tmp_path / "first"), [part], part, ShardedFiles())
+    assert all(weight.equal(before.get_parameter(name)) for name, weight in part.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -213,6 +228,24 @@ def test_a_fine_tuned_run_is_a_base(finetuning: Config, train: Train, losses: Lo
 def test_what_adapters_do_not_go_with(finetuning: Config, sections: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         finetuning({}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ({"init_lora_weights": "pissa"}, "changes its base"),  # PEFT subtracts the adapter's first weights from it
+        ({"use_rslora": True}, "use_rslora = True"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config"),
+        ({"peft_type": "LOHA"}, "peft_type = 'LOHA'"),
+        ({"init_lora_weights": "gaussian", "peft_version": "0.21.2", "runtime_config": {"x": False}}, ""),
+    ],
+)
+def test_an_adapter_that_computes_otherwise_is_refused(field: dict[str, Any], told: str, tmp_path: Path) -> None:
+    fields = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 10, "lora_dropout": 0.1} | field
+    (tmp_path / "adapter_config.json").write_text(json.dumps(fields))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(UserError, match=told) if told else nullcontext():
+        check_adapter(tmp_path, FinetuneConfig(**LORA))
 
 
 def test_a_target_that_is_not_there(finetuning: Config, train: Train, tmp_path: Path) -> None:

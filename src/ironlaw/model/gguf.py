@@ -21,6 +21,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of
 from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import to_theirs
+from ironlaw.model.huggingface.weights import check_range
 from ironlaw.model.rotary import llama3_frequencies
 
 # Hugging Face's `model_type` -> the package's name of llama.cpp's architecture.
@@ -94,10 +95,12 @@ def write_gguf(
         elif wanted.startswith("Q") and tensor.shape[1] % BLOCK:
             wanted = "F16"
         kind = gguf.GGMLQuantizationType[wanted]
-        if wanted == "Q4_0" and theirs in scales_there:
-            data = _q4_0(tensor, scales_there[theirs])
-        else:
-            data = gguf.quants.quantize(tensor.numpy(), kind)
+        with np.errstate(all="ignore"):  # an overflow is refused below
+            if wanted == "Q4_0" and theirs in scales_there:
+                data = _q4_0(tensor, scales_there[theirs])
+            else:
+                data = gguf.quants.quantize(tensor.numpy(), kind)
+            check_range(theirs, torch.from_numpy(gguf.quants.dequantize(data, kind)), wanted)
         writer.add_tensor(name, data, raw_dtype=kind)
     if config.rope_scaling and not _is_linear(config):
         writer.add_tensor("rope_freqs.weight", _frequency_divisors(config))

@@ -72,12 +72,13 @@ def add_adapters(
 
 
 def merge(model: nn.Module) -> None:
-    """Merge every layer's adapters into its matrix, which leaves a plain model."""
+    """Merge every layer's adapters into its matrix, which leaves a plain model that can be trained."""
     for layer in adapted_layers(model).values():
-        weight = nn.Parameter(layer.merged().float(), requires_grad=False)
+        weight = nn.Parameter(layer.merged().float())
         del layer.adapters
         layer._buffers.clear()
         become(layer, Linear).weight = weight
+    model.requires_grad_(True)
 
 
 def save_adapter(folder: Path, trained: Mapping[str, Tensor], config: RunConfig) -> None:
@@ -117,6 +118,14 @@ _ONLY = {
     "layers_to_transform": None, "exclude_modules": None, "layer_replication": None, "lora_bias": False,
     "target_parameters": None, "use_qalora": False, "trainable_token_indices": None,
 }  # fmt: skip
+# Fields that are read below, and fields that say how an adapter was made. Others may change what it computes.
+_HARMLESS = {
+    "r", "lora_alpha", "lora_dropout", "use_dora", "rank_pattern", "alpha_pattern", "target_modules", "modules_to_save",
+    "init_lora_weights", "fan_in_fan_out", "base_model_name_or_path", "task_type", "inference_mode", "auto_mapping",
+    "revision", "peft_version", "layers_pattern", "runtime_config", "ensure_weight_tying", "qalora_group_size",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+}  # fmt: skip
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal", "eva")  # the others change the base, too
 
 
 def write_adapter(
@@ -207,8 +216,14 @@ def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
 
 
 def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig) -> None:
-    for key, value in _ONLY.items():
-        if (fields.get(key) or None) != (value or None):
+    initial = fields.get("init_lora_weights", True)
+    if initial not in _INITIALIZATIONS:
+        raise UserError(
+            f"the adapter in {folder} has init_lora_weights = {initial!r}, which changes its base: save it from PEFT "
+            "with path_initial_model_for_weight_conversion"
+        )
+    for key in sorted((_ONLY | fields).keys() - _HARMLESS):
+        if (fields.get(key) or None) != (_ONLY.get(key) or None):
             raise UserError(f"{folder / CONFIG} has {key} = {fields.get(key)!r}, which is not read here")
     method = "dora" if fields.get("use_dora") else "lora"
     if (method == "dora") != (finetune.method == "dora"):

@@ -52,8 +52,8 @@ from ironlaw.train.parallel import compilation
 from ironlaw.train.parallel import ranks as world
 from ironlaw.train.parallel.communication import counted, observed
 from ironlaw.train.parallel.job import RankJob, check_equal, rank_facts
-from ironlaw.train.parallel.materialize import build_on_meta, named_tensors, read_first_weights
-from ironlaw.train.parallel.step import LayoutStep
+from ironlaw.train.parallel.materialize import build_on_meta, named_tensors
+from ironlaw.train.parallel.step import LayoutStep, read_first_weights
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.precision import LossScale, autocast
 from ironlaw.train.state import RandomState

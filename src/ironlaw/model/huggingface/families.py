@@ -199,7 +199,7 @@ GEMMA3 = GEMMA2.derive(
     only={"attn_logit_softcapping": None},  # its code does not apply a cap
 )  # fmt: skip
 PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
-    "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0), Windows(),
+    "phi3", "Phi3ForCausalLM", _eps("rms_norm_eps", 1e-5), Rope(share=1.0, only_longrope=True), Windows(),
     names=Names(query_key_value=("self_attn.qkv_proj",), gate=_FUSED_GATE, up=_FUSED_GATE),
 )  # fmt: skip
 OLMO = LLAMA.derive(

@@ -55,6 +55,7 @@ class Rope:
     local_key: str | None = None  # key of the base of layers with a window, which have no scaling
     local_theta: float | None = None
     by_kind: bool = False  # the table has one table for each kind of layer
+    only_longrope: bool = False  # whether other scalings are errors in `transformers`
     name = "rope"
 
     def read(self, fields: Fields, values: Fields) -> dict[str, Any]:
@@ -66,8 +67,11 @@ class Rope:
         table = {**(newer.get("full_attention", newer) if self.by_kind or not older else {}), **older}
         if self.by_kind:
             _check_kinds(newer, table)
-        if not ({"rope_parameters", "rope_scaling"} & fields.keys()):
-            table = dict(self.scaling or {})
+        if self.scaling and fields.get("rope_parameters") is None and not older:
+            if "rope_scaling" in fields:  # version 4 takes none, version 5 the family's default
+                raise UserError(f"rope_scaling = {fields['rope_scaling']} is read in two ways, by version of "
+                                "transformers: leave it out, or write the table")  # fmt: skip
+            table = dict(self.scaling)
         theta = table.get("rope_theta") or lookup(fields, self.theta_key) or self.theta
         if theta is None:
             raise KeyError(self.theta_key)
@@ -75,6 +79,8 @@ class Rope:
             _check_same(fields, "rope_theta", theta, self.theta_key)
         scaling = read_scaling(table, fields)
         found = {"positions": "rope", "rope_theta": float(theta), "rope_scaling": scaling}
+        if self.only_longrope and scaling and table.get("short_factor") is None:
+            raise UserError("rope_scaling is not supported of this family: type 'longrope' is")
         if table.get("short_factor") is not None:
             found |= {"rope_short": tuple(table["short_factor"]), "rope_long": tuple(table["long_factor"])}
         found |= {"rotary_size": self._rotary_size(table, fields, values)}
@@ -166,6 +172,8 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
     # For LongRoPE the key outside the table applies, or the family's default.
     there = fields if kind in ("longrope", "su") else table
     original = float(there["original_max_position_embeddings"])
+    if there is table:  # version 5 of `transformers` prefers the key outside the table, version 4 does not read it
+        _check_same(fields, "original_max_position_embeddings", original, "rope_scaling's")
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {name: float(table[name]) for name in names} | {"original_context": original}
@@ -175,7 +183,8 @@ def read_scaling(table: Fields, fields: Fields) -> dict[str, float] | None:
         found |= {"beta_fast": float(table.get("beta_fast") or 32), "beta_slow": float(table.get("beta_slow") or 1)}
         found |= {} if table.get("truncate", True) else {"truncate": 0.0}
         extra += ["mscale", "mscale_all_dim"]
-    return found | {"original_context": original} | {name: float(table[name]) for name in extra if table.get(name)}
+    given = {name: float(table[name]) for name in extra if table.get(name) is not None}
+    return found | {"original_context": original} | given
 
 
 def written_scaling(view: Fields) -> dict[str, Any] | None:

@@ -42,11 +42,17 @@ class _Files:
         try:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
+                for name in sorted(self.files.keys() & file.keys()):
+                    if not _equal(self.files[name].get_tensor(name), file.get_tensor(name)):
+                        raise ValueError(f"{name} is there twice, with different numbers")
                 self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
+            pickled = any(folder.glob("pytorch_model*.bin"))
             raise UserError(
-                f"no weights at {path}: give a directory with {SINGLE}, or {SHARDED} and all its files"
-            ) from None
+                f"no weights at {path}: "
+                + ("save the pickled ones again, with transformers' save_pretrained" if pickled else
+                   f"give a directory with {SINGLE}, or {SHARDED} and all its files")
+            ) from None  # fmt: skip
         except (SafetensorError, ValueError, KeyError) as error:
             raise UserError(f"the weights in {folder} cannot be read ({error}): fetch them again") from None
         # Files of GPT-2 without its output layer omit the prefix of the names.
@@ -69,9 +75,23 @@ class _Files:
         tensor: Tensor = self.files[stored].get_tensor(stored)
         if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
             raise UserError(f"{name} in {self.folder} is stored as {tensor.dtype}: convert the weights to bf16 first")
-        if not all(math.isfinite(end) for end in tensor.aminmax()):
+        if not is_finite(tensor):
             raise UserError(f"{name} in {self.folder} holds numbers that are not finite: fetch the weights again")
         return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    return all(math.isfinite(end) for end in tensor.aminmax())
+
+
+def check_range(name: str, held: Tensor, dtype: str) -> None:
+    """Raise UserError if `held`, what a tensor became in `dtype`, has numbers that are not finite."""
+    if held.is_floating_point() and not is_finite(held.float()):
+        raise UserError(f"{name} has numbers too large for {dtype}, or not finite: export it with --dtype bf16 or fp32")
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -101,7 +121,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
     if held:
         method = held.get("quant_method") if isinstance(held, dict) else held
         raise UserError(f"the weights in {folder} are stored in few bits ({method}): convert them to bf16 first")
-    if (folder / "adapter_model.safetensors").is_file():
+    if any((folder / f"adapter_{name}").is_file() for name in ("config.json", "model.safetensors")):
         raise UserError(
             f"{folder} holds an adapter beside the weights: merge it, or start from it (finetune.start_from)"
         )
@@ -171,6 +191,8 @@ def write_tensors(
     fields = to_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
     # Otherwise the family's default special tokens would apply.
     fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | more
+    for name, tensor in tensors.items():
+        check_range(name, tensor, str(tensor.dtype).removeprefix("torch."))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     write_json(folder / "config.json", fields)

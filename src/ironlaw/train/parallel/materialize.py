@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ironlaw.model.config import ModelConfig
-from ironlaw.model.huggingface.weights import read_weights
 from ironlaw.model.parameters import model_parameters
 from ironlaw.model.transformer import Block, Transformer, build_norm, initialize_tensor
-from ironlaw.train.checkpoint import check_model, newest_of
-from ironlaw.train.run_directory import RunDirectory
 
 COPY = "#copy"
 QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
@@ -107,22 +103,6 @@ def copy_from(
     known = {name.removeprefix("weights/").removesuffix(COPY).replace(".qkv.query.", ".qkv.") for name in targets}
     for name, whole in source(known.__contains__):
         copy_parts(f"weights/{name}", whole, targets, partial(split_projection, config=parts[0].config))
-
-
-def read_first_weights(source: str, parts: Iterable[Transformer], joined: Transformer, store: Any) -> None:
-    """Read `train.start_from` into this rank's tensors: a Hugging Face model, or another run with any layout.
-
-    Every rank reads the files, but only its own rows of tensors that are stored as they are held. `joined` is a module
-    with all `parts`; `store` reads checkpoints.
-    """
-    folder, parts = Path(source), list(parts)
-    config = parts[0].config
-    if RunDirectory(folder).is_run:
-        found = newest_of(folder)
-        check_model(found, config)
-        store.read(found.path, joined, {})
-    else:
-        copy_from(parts, lambda wanted: read_weights(folder, config, wanted))
 
 
 def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:

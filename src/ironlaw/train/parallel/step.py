@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +21,25 @@ from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.model.adapters import adapted_layers
+from ironlaw.model.huggingface.weights import read_weights
 from ironlaw.model.linear import local_part, use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
-from ironlaw.train.checkpoint import Checkpoint, check_model
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, check_model, newest_of
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.apply import apply
-from ironlaw.train.parallel.materialize import build_on_meta, read_first_weights
+from ironlaw.train.parallel.materialize import build_on_meta, copy_from
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
-from ironlaw.train.state import Stateful
+from ironlaw.train.restore import QuantizedFiles, load_for_inference
+from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.state import Stateful, unique_weights
 from ironlaw.train.step import Step
 from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last
 
@@ -390,6 +394,27 @@ class LayoutStep(Step):
 
     def facts(self) -> dict[str, Any]:
         return {"skipped_updates": self.scale.skipped_steps}
+
+
+def read_first_weights(source: str, parts: Iterable[Transformer], joined: nn.Module, store: ShardedFiles) -> None:
+    """Read `train.start_from` into this rank's tensors: a Hugging Face model, or another run with any layout.
+
+    Every rank reads the files, but only its own rows of tensors that are stored as they are held. A run with adapters
+    or compressed weights is first loaded as a whole. `joined` is a module with all `parts`; `store` reads the other
+    checkpoints.
+    """
+    folder, parts = Path(source), list(parts)
+    config = parts[0].config
+    if not RunDirectory(folder).is_run:
+        copy_from(parts, lambda wanted: read_weights(folder, config, wanted))
+        return
+    found = newest_of(folder)
+    if found.index.get("store") in (AdapterFiles.name, QuantizedFiles.name):
+        whole = unique_weights(load_for_inference(found, config))
+        copy_from(parts, lambda wanted: ((name, whole[name]) for name in filter(wanted, whole)))
+        return
+    check_model(found, config)
+    store.read(found.path, joined, {})
 
 
 def _sum_together(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
