@@ -12,7 +12,7 @@ from ironlaw.catalog.accelerators import accelerator
 from ironlaw.errors import UserError
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.serving.answer import answer_serving, frontier, search_serving
+from ironlaw.plan.serving.answer import answer_serving, frontier, layouts_of_copies, search_serving
 from ironlaw.plan.serving.emit import emit_notes, emit_serving
 from ironlaw.plan.serving.estimate import Served, plan_serving
 from ironlaw.plan.serving.rates import device_class, read, serving_engine
@@ -368,6 +368,26 @@ def test_devices_are_divided_so_that_the_limits_hold(load: str, layout: str) -> 
     """And so that one request alone is answered soonest, where several layouts hold them."""
     answer = answer_serving(LLAMA, "8xh100-sxm-80gb", f"input=1024 output=256 {load}", Options())
     assert answer.fits and answer.more["served"]["layout"] == layout
+
+
+def test_a_model_with_experts_is_served_by_copies_of_attention_where_they_serve_more() -> None:
+    """Latent attention keeps one cache for all heads, which tensor parallel ranks each hold whole."""
+    text = "input=1024 output=256 concurrency=4096 tpot=100ms"
+    answer = answer_serving(ModelConfig.named("deepseek-v3"), "8xb200-sxm", text, Options(weights="fp8", emit="vllm"))
+    assert "ep=8" in answer.more["served"]["layout"]
+    assert "--enable-expert-parallel" in answer.more["emit"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "ways"),
+    [("vllm", "mixtral-8x7b", {"tp=4", "tp=2 pp=2", "tp=1 pp=4", "tp=2 ep=4", "tp=1 ep=4"}),
+     ("sglang", "llama3-8b", {"tp=4", "tp=2 pp=2", "tp=1 pp=4"}), ("vllm", "gpt2-xl", {"tp=1 pp=4"}),
+     ("tensorrt-llm", "mixtral-8x7b", {"tp=4", "tp=2 pp=2", "tp=1 pp=4"}), ("mlc-llm", "llama3-8b", {"tp=4"}),
+     ("llama.cpp", "llama3-8b", {"tp=1 pp=4"})],
+)  # fmt: skip
+def test_only_layouts_that_the_engine_can_be_told_are_tried(engine: str, model: str, ways: set[str]) -> None:
+    found = layouts_of_copies(ModelConfig.named(model), serving_engine(engine), 4)
+    assert {str(layout) for layout in found} == ways
 
 
 def test_what_does_not_fit_is_told_of_the_largest_copy() -> None:

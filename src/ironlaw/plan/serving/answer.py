@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_names
@@ -29,6 +30,10 @@ from ironlaw.plan.serving.timing import at_concurrency
 DEVICES_OF_A_COPY = (1, 2, 4, 8)
 BUSY = 0.85
 """Share of a copy's rate that random arrivals may use: beyond it, queues grow without bound. Assumed."""
+
+CLEARLY = 1.25
+"""Ratio of rates, or of shares of the load, from which on a pipeline or copies of attention are taken: less is within
+what the rate of a source left out of the fit is off by (docs/plan-serving.md)."""
 
 TRIED = 12  # candidates that are simulated before the search gives up
 
@@ -99,7 +104,7 @@ def search_serving(
             ruled_out["no price"] += 1
         else:
             found.append(best)
-    found.sort(key=lambda c: (c.usd_per_hour or math.inf, c.tpot_seconds))
+    found.sort(key=lambda c: (c.usd_per_hour or math.inf, not c.served.layout.is_plain, c.tpot_seconds))
     for number, chosen in enumerate(found[:TRIED], 1):
         ledger = plan_serving(chosen.served, request)
         if all(limit["holds"] for limit in ledger.facts["limits"].values()):
@@ -124,15 +129,9 @@ def _forms(
         for form in formats:
             if form.weights.startswith("fp8") and "fp8" not in device.peak_flops_per_second:
                 continue
-            for count in _sizes(model, engine):
-                yield _served(model, device, engine, copies_on(engine, count), form, request)
-
-
-def _sizes(model: ModelConfig, engine: ServingEngine) -> list[int]:
-    """Return the numbers of devices that a copy may have: those that divide its heads, or any if layers are divided."""
-    heads, shared = model.heads, model.key_value_heads
-    divides = [n for n in DEVICES_OF_A_COPY if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
-    return list(DEVICES_OF_A_COPY) if engine.by_layers else divides
+            for count in DEVICES_OF_A_COPY:
+                for layout in layouts_of_copies(model, engine, count):
+                    yield _served(model, device, engine, layout, form, request)
 
 
 def _served(
@@ -146,11 +145,25 @@ def _served(
     )
 
 
-def copies_on(engine: ServingEngine, devices: int, replicas: int = 1) -> ServingLayout:
-    """Return the layout of copies on `devices` each: every matrix divided, or a pipeline of layers."""
-    return (
-        ServingLayout(pp=devices, replicas=replicas) if engine.by_layers else ServingLayout(devices, replicas=replicas)
-    )
+def layouts_of_copies(
+    model: ModelConfig, engine: ServingEngine, devices: int, replicas: int = 1
+) -> Iterator[ServingLayout]:
+    """Yield the ways in which an engine divides copies among `devices` each: every matrix, where heads allow it; with
+    copies of attention that share the experts; a pipeline of layers."""
+    if engine.by_layers:
+        yield ServingLayout(pp=devices, replicas=replicas)
+        return
+    heads, shared = model.heads, model.key_value_heads
+    for tp in (n for n in DEVICES_OF_A_COPY if devices % n == 0 and heads % n == 0):
+        rest = devices // tp
+        if shared % tp and tp % shared:
+            continue
+        if rest == 1:
+            yield ServingLayout(tp, replicas=replicas)
+        if rest > 1 and "pp" in engine.tried and rest <= model.layers:
+            yield ServingLayout(tp, rest, replicas=replicas)
+        if rest > 1 and "ep" in engine.tried and model.moe is not None:
+            yield ServingLayout(tp, attention_dp=rest, replicas=replicas)
 
 
 def _within_limits(served: Served, request: ServeRequest, given_price: float | None) -> Candidate | None:
@@ -269,15 +282,27 @@ def _place(on: str) -> tuple[int, str]:
 def _given(
     model: ModelConfig, on: str, engine: ServingEngine, formats: Formats, layout: str | None, request: ServeRequest
 ) -> Served:
-    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each, or the largest if none fits."""
+    """Return the given layout, else the best of copies on 1, 2, 4 or 8 devices each, or the largest if none fits.
+
+    A pipeline, or copies of attention, must be clearly better than dividing every matrix.
+    """
     count, name = _place(on)
     device = accelerator(name)
     if layout:
         return _served(model, device, engine, _layout(layout, count), formats, request)
-    layouts = [copies_on(engine, size, count // size) for size in _sizes(model, engine) if count % size == 0]
+    layouts = [
+        layout
+        for size in DEVICES_OF_A_COPY if count % size == 0
+        for layout in layouts_of_copies(model, engine, size, count // size)
+    ]  # fmt: skip
     found = [_served(model, device, engine, layout, formats, request) for layout in layouts]
-    fitting = [served for served in found if served.fits_request(request)]
-    return max(fitting, key=lambda served: _worth(served, request)) if fitting else found[-1]
+    worth = [(_worth(served, request), served) for served in found if served.fits_request(request)]
+    best = max(worth, key=itemgetter(0), default=None)
+    usual = (one for one in worth if one[1].layout.is_plain or engine.by_layers)
+    plain = max(usual, key=itemgetter(0), default=None)
+    if best is None:
+        return found[-1]
+    return best[1] if plain is None or best[0][0] > CLEARLY * plain[0][0] else plain[1]
 
 
 def _worth(served: Served, request: ServeRequest) -> tuple[float, float]:

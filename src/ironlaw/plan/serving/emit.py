@@ -52,7 +52,7 @@ def emit_notes(target: str, served: Served) -> list[str]:
     stored, notes, name = served.formats.weights, [str(served.layout)], repository(served.model.name)
     if target == "tensorrt-llm" and served.formats.cache == "fp8":
         notes.append("an fp8 cache is set in the file of --config: kv_cache_config: {dtype: fp8}")
-    if served.layout.replicas > 1 and target in ("llama.cpp", "tensorrt-llm"):
+    if served.layout.replicas > 1 and (target in ("llama.cpp", "tensorrt-llm") or served.layout.attention_dp > 1):
         notes.append(f"this starts one of {served.layout.replicas} copies: give each devices of its own")
     if target == "llama.cpp":
         notes.append(f"the file is {name} in {stored}")
@@ -68,15 +68,13 @@ def _repository(served: Served) -> str:
 def _vllm(served: Served, request: ServeRequest) -> list[str]:
     layout, formats, draft = served.layout, served.formats, served.draft
     shares = layout.attention_dp > 1
-    if shares and layout.replicas > 1:
-        raise UserError("--emit vllm: one command starts one copy that shares experts: leave replicas= out")
     how = {"model": repository(draft.name)} if draft else {"method": "ngram", "prompt_lookup_max": 4}
     guesses = shlex.quote(json.dumps(how | {"num_speculative_tokens": served.drafted}))
     return given(
         (True, f"vllm serve {_repository(served)} --tensor-parallel-size {layout.tp}"),
         (layout.pp > 1, f"--pipeline-parallel-size {layout.pp}"),
         (shares, f"--data-parallel-size {layout.attention_dp} --enable-expert-parallel"),
-        (layout.replicas > 1, f"--data-parallel-size {layout.replicas}"),
+        (not shares and layout.replicas > 1, f"--data-parallel-size {layout.replicas}"),
         (formats.weights in _VLLM_WEIGHTS, f"--quantization {_VLLM_WEIGHTS.get(formats.weights)}"),
         (formats.cache in _CACHES["vllm"], f"--kv-cache-dtype {_CACHES['vllm'].get(formats.cache)}"),
         (served.drafted, f"--speculative-config {guesses}"),

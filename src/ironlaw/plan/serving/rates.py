@@ -70,6 +70,7 @@ class ServingEngine:
     # "gpu": products in the activations' format; "gguf": products of quantised weights in 8-bit integers.
     family: str = "gpu"
     by_layers: bool = False  # several devices divide the layers, not every matrix
+    tried: Sequence[str] = ()  # ways to divide a copy beside tensor parallelism: pp, ep
     sums: int = 2  # of a layer, where devices divide every matrix: of the outputs of attention and of the MLP
     paged: bool = True  # the cache is allocated in blocks; False: every sequence reserves its full length
     memory_fraction: float = 0.9  # of the device's memory, for weights and cache

@@ -70,6 +70,11 @@ class ServingLayout:
         return self.tp * self.attention_dp
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every matrix is divided, and nothing else."""
+        return self.attention_dp == self.pp == 1
+
+    @property
     def devices(self) -> int:
         """Devices of one copy of the model."""
         return self.ep * self.pp
