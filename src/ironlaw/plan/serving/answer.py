@@ -130,7 +130,7 @@ def _forms(
             if form.weights.startswith("fp8") and "fp8" not in device.peak_flops_per_second:
                 continue
             for count in DEVICES_OF_A_COPY:
-                for layout in layouts_of_copies(model, engine, count):
+                for layout in layouts_of_copies(model, device, engine, count):
                     yield _served(model, device, engine, layout, form, request)
 
 
@@ -146,10 +146,11 @@ def _served(
 
 
 def layouts_of_copies(
-    model: ModelConfig, engine: ServingEngine, devices: int, replicas: int = 1
+    model: ModelConfig, device: Accelerator, engine: ServingEngine, devices: int, replicas: int = 1
 ) -> Iterator[ServingLayout]:
     """Yield the ways in which an engine divides copies among `devices` each: every matrix, where heads allow it; with
-    copies of attention that share the experts; a pipeline of layers."""
+    copies of attention that share the experts, over a link; a pipeline of layers."""
+    shares_experts = model.moe is not None and device.link_bytes_per_second is not None
     if engine.by_layers:
         yield ServingLayout(pp=devices, replicas=replicas)
         return
@@ -162,7 +163,7 @@ def layouts_of_copies(
             yield ServingLayout(tp, replicas=replicas)
         if rest > 1 and "pp" in engine.tried and rest <= model.layers:
             yield ServingLayout(tp, rest, replicas=replicas)
-        if rest > 1 and "ep" in engine.tried and model.moe is not None:
+        if rest > 1 and "ep" in engine.tried and shares_experts:
             yield ServingLayout(tp, attention_dp=rest, replicas=replicas)
 
 
@@ -293,7 +294,7 @@ def _given(
     layouts = [
         layout
         for size in DEVICES_OF_A_COPY if count % size == 0
-        for layout in layouts_of_copies(model, engine, size, count // size)
+        for layout in layouts_of_copies(model, device, engine, size, count // size)
     ]  # fmt: skip
     found = [_served(model, device, engine, layout, formats, request) for layout in layouts]
     worth = [(_worth(served, request), served) for served in found if served.fits_request(request)]
