@@ -162,7 +162,6 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
     json: Json = False,
 ) -> None:
-    import asyncio
 
     from ironlaw.report.serving_view import load_view
     from ironlaw.serve import load
@@ -199,7 +198,7 @@ def bench(
                 profile=out is not None, progress=update,
             )  # fmt: skip
             try:
-                asyncio.run(going)
+                load.run_until_interrupted(going)
             except KeyboardInterrupt as stop:
                 interrupted = stop
         if interrupted is not None and not report.outcomes:

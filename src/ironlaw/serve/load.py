@@ -10,10 +10,12 @@ import asyncio
 import json
 import math
 import random
+import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -280,6 +282,22 @@ class Report:
     outcomes: list[RequestOutcome] = field(default_factory=list)  # of the requests that have ended
     seconds: float = 0.0
     server: dict[str, Any] | None = None  # steps and facts of an Ironlaw server
+
+
+def run_until_interrupted(work: Coroutine[Any, Any, None]) -> None:
+    """Run asynchronous work. Ctrl-C cancels its tasks and raises KeyboardInterrupt.
+
+    asyncio does so only where the signal has its default handler. Raised by another one within a task, the interruption
+    would stay with that task, whose traceback is printed when it is collected.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        asyncio.run(work)
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        asyncio.run(work)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 async def run(
