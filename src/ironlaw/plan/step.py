@@ -110,16 +110,16 @@ class StepPlan:
         system = PlannedOn.measured(self.profile, measured, self.hosts, self.config)
         if is_emulated(self.precision.value, self.profile):
             system = system.emulating()
-        pace = {}
+        ledger.facts = self._facts()
         if self.now is not None:
-            seconds, expected = ledger.seconds_by_kind(), interference.expected(self.profile, self.now)
+            seconds, expected = ledger.seconds_by_kind(), ledger.facts["slowdown"]
             at_once, usual = (
                 interference.slowed(seconds, by, expected) for by in (self.now, interference.typical(self.profile))
             )
-            pace = {"pace": at_once / usual}
-            system = system.at_pace(pace["pace"])
+            ledger.facts["pace"] = at_once / usual
+            system = system.at_pace(ledger.facts["pace"])
         ledger.decisions = self.decisions
-        ledger.facts, peak = self._facts() | pace, system.peak_flops_per_second
+        peak = system.peak_flops_per_second
         ledger.facts |= {
             "peak_at": fullest.memory.where, "matmul_peak_flops_per_second": peak, "planned_as": measured,
         }  # fmt: skip

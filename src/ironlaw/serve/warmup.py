@@ -22,6 +22,7 @@ import uvicorn
 
 from ironlaw.serve.api import create_app
 from ironlaw.serve.engine import Engine
+from ironlaw.serve.load import run_until_interrupted
 from ironlaw.serve.measured import gaps
 
 PROMPT, LONG_PROMPT, ANSWER = 32, 128, 16  # tokens
@@ -37,7 +38,7 @@ def warm_up(engine: Engine, seconds: float = MAX_SECONDS) -> None:
     receives the measured times by phase, tokens and length of the caches."""
     longest = engine.longest_prompt - ANSWER
     if longest >= 1:
-        asyncio.run(_warm_up(engine, seconds, min(PROMPT, longest), min(LONG_PROMPT, longest)))
+        run_until_interrupted(_warm_up(engine, seconds, min(PROMPT, longest), min(LONG_PROMPT, longest)))
 
 
 async def _warm_up(engine: Engine, seconds: float, prompt: int, long: int) -> None:
