@@ -128,7 +128,7 @@ def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_
                 tiny = energy * energy  # TINY
                 torch.tensor(rows)  # HELD
                 ranks = out.argsort(-1)  # SORT
-                loss = loss + (out * (ranks < 9)).mean() + tiny.sum()
+                loss = loss + (out * (ranks < 9)).mean() + tiny[0, 0]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
