@@ -175,9 +175,6 @@ class Server:
         if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
         state = None if asked is None else State(compile_grammar(*asked), self._token_table)
-        for token in (*(body.logit_bias or {}), *body.stop_token_ids):
-            if not 0 <= token < self.engine.model_config.vocab:
-                raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
         job = Job()
         for prompt in prompts:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)

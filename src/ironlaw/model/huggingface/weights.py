@@ -19,7 +19,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import read_json, read_json_or_empty, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
-from ironlaw.model.huggingface.tensors import entries, to_theirs
+from ironlaw.model.huggingface.tensors import entries, shapes_of, to_theirs
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
@@ -115,8 +115,6 @@ def stored_type(folder: Path) -> torch.dtype:
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raise UserError if the files in `folder` are not weights of `config`. Only their headers are read."""
-    from ironlaw.model.transformer import Transformer
-
     held = read_json_or_empty(folder / "config.json").get("quantization_config")
     if held:
         method = held.get("quant_method") if isinstance(held, dict) else held
@@ -125,8 +123,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         raise UserError(
             f"{folder} holds an adapter beside the weights: merge it, or start from it (finetune.start_from)"
         )
-    with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    wanted = shapes_of(config)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         known: set[str] = set()
