@@ -39,7 +39,7 @@ from ironlaw.plan.cluster.step_costs import (
     step_costs,
 )
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, under_pressure, update_cost, usable_bytes
-from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
+from ironlaw.plan.cluster.timeline import Times, part_factors
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.memory import highest_peak
@@ -160,7 +160,7 @@ class ClusterPlan:
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Plans step seconds and peak bytes of many candidates on one system: the fast path of search."""
     costs = step_costs(candidates, where)
-    times = assemble(costs, candidates, where.engine)
+    times = Times(costs, candidates, where.engine)
     peak = peak_memory(candidates, where.engine)
     seconds = under_pressure(times.step_seconds, peak.total, where)
     offloaded = host_bytes(candidates, where.engine) if (candidates.offload > 0).any() else np.zeros(len(candidates))
