@@ -291,6 +291,7 @@ def test_what_is_made_of_a_run_goes_beside_it() -> None:
 
 def test_what_is_told_to_stop_leaves_nothing_half_written_and_what_was_killed_is_cleared(tmp_path: Path) -> None:
     (tmp_path / ".made.0.partial").mkdir()  # no process has this number
+    (tmp_path / f".made.{os.getpid()}.partial").mkdir()  # that of a container's process, which often has the same
     (tmp_path / ".others.0.partial").mkdir()
     with pytest.raises(KeyboardInterrupt, match="15"), complete_or_nothing(tmp_path / "made") as partial:
         assert partial.is_dir()

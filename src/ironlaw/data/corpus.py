@@ -164,17 +164,17 @@ class Corpus:
                 for record in readers.read(file.kind, file.path, self.field, position):
                     done = before + min(record.done_bytes, file.size)
                     content = record.content
-                    if isinstance(content, list | dict):
+                    if isinstance(content, dict):
                         content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
                     yield CorpusDocument(content, file, (number, record.next), done, record.reason)
             before += file.size
 
-    def _tokens_of(self, content: readers.Messages | readers.Preference, where: str) -> np.ndarray:
+    def _tokens_of(self, talk: readers.Talk, where: str) -> np.ndarray:
         assert self.chat is not None
         try:
-            if isinstance(content, dict):
-                return self.chat.preference(content)
-            ids, learned = self.chat.conversation(content)
+            if "prompt" in talk:
+                return self.chat.preference(talk)
+            ids, learned = self.chat.conversation(**talk)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         return np.where(learned, ids, ids | readers.UNLEARNED)

@@ -26,9 +26,8 @@ Content = str | np.ndarray
 """Text, or token ids of a source that is tokenised already; ids of conversations carry marks in their high bits."""
 MARKS = 40
 UNLEARNED, REJECTED, IDS = 1 << MARKS, 2 << MARKS, (1 << MARKS) - 1
-Messages = list[dict[str, Any]]  # a conversation before it is tokenised
-Preference = dict[str, str | Messages]  # prompt, chosen, rejected
-Raw = Content | Messages | Preference
+Talk = dict[str, Any]  # a conversation before it is tokenised (messages, tools), or a prompt with two answers
+Raw = Content | Talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ LINE_LIMIT_BYTES = 2**26
 
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of columns, as pyarrow names them
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # without it, Arrow takes a stream that was cut between two batches as whole
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 
@@ -101,6 +101,15 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
+def map_texts(function: Callable[[str], str], value: Any) -> Any:
+    """Return a value of JSON with `function` applied to each text in it, but not to the names of fields."""
+    if isinstance(value, dict):
+        return {key: map_texts(function, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(function, inner) for inner in value]
+    return function(value) if isinstance(value, str) else value
+
+
 # -- JSONL -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,28 +125,40 @@ def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
 
 
 def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
-    found = fields.get(field)
-    if not isinstance(found, list) or not found:
-        return None, "a list of messages"
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
-        return None, 'a "role" in every message'
-    if not all(isinstance(m.get("content"), str) for m in found):
-        return None, 'text as "content" of every message'
-    if field != "prompt" and not any(m["role"] == "assistant" and m["content"].strip() for m in found):
-        return None, "an answer of the assistant"
-    return [m | {"content": replace_surrogates(m["content"])} for m in found], ""
+    return _talk({"messages": fields.get(field), "tools": fields.get("tools")})
 
 
 def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
     """Return a prompt and two answers to it, all as text or all as messages."""
-    take = _conversation if isinstance(fields.get("prompt"), list) else _text
-    parts: Preference = {}
-    for name in ("prompt", "chosen", "rejected"):
-        found, lacks = take(fields, name)
-        if not isinstance(found, str | list):
-            return None, f'{lacks or "text"} as "{name}"'
-        parts[name] = found
-    return parts, ""
+    return _talk({name: fields.get(name) for name in ("prompt", "chosen", "rejected", "tools")})
+
+
+def _talk(parts: Talk) -> tuple[Raw | None, str]:
+    tools, pair = parts["tools"], "prompt" in parts
+    for name, part in parts.items():
+        if name == "tools":
+            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+            lacks = "" if tools is None or is_list else "a list of objects"
+        elif pair and not isinstance(parts["prompt"], list):
+            lacks = "" if isinstance(part, str) and part.strip() else "text"
+        else:
+            lacks = _lacks_of(part, answers=name != "prompt")
+        if lacks:
+            return None, f'{lacks} as "{name}"' if pair or name == "tools" else lacks
+    return map_texts(replace_surrogates, parts), ""
+
+
+def _lacks_of(messages: Any, answers: bool) -> str:
+    """Return what `messages` lack to be a conversation, with an answer if `answers`. A tool call needs no text."""
+    if not isinstance(messages, list) or not messages:
+        return "a list of messages"
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        return 'a "role" in every message'
+    said = [m.get("content") or "" if m.get("tool_calls") else m.get("content") for m in messages]
+    if not all(isinstance(text, str) for text in said):
+        return 'text as "content" of every message'
+    spoken = (m for m, text in zip(messages, said, strict=True) if text.strip() or m.get("tool_calls"))
+    return "" if not answers or any(m["role"] == "assistant" for m in spoken) else "an answer of the assistant"
 
 
 def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Iterator[Record]:
@@ -280,6 +301,12 @@ def _open_arrow(path: Path) -> Iterator[Iterator[Any]]:
             reader = pyarrow.ipc.open_file(file)
             yield (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
+            file.seek(max(0, file.size() - len(_STREAM_END)))
+            complete = file.read() == _STREAM_END
+            file.seek(0)
+            # Streams of before Arrow 0.15 begin with a length and end otherwise.
+            if file.read(4) == _STREAM_END[:4] and not complete:
+                raise EOFError("it ends before its end mark")
             file.seek(0)
             yield iter(pyarrow.ipc.open_stream(file))
 

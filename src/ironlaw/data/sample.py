@@ -66,7 +66,7 @@ def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, 
 
 def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
     for record in records:
-        yield None if isinstance(record.content, list | dict) else record.content  # conversations bring a tokenizer
+        yield None if isinstance(record.content, dict) else record.content  # conversations bring a tokenizer
         if stop is not None and record.next >= stop:
             return
 

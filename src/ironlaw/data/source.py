@@ -26,7 +26,7 @@ from ironlaw.data.splits import SPLITS
 from ironlaw.data.stats import unigram_loss
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import digest_of, read_json, sha256
+from ironlaw.files import digest_of, read_json, seal, sha256, write_json
 
 Say = Callable[[str], None]
 _LARGE_BYTES = 2**30  # of text, which takes seconds to read
@@ -120,10 +120,8 @@ def _build(
     baseline = unigram_loss(train, validation, described["vocab"])
     spent["unigram"] += time.perf_counter() - start
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
-    building.write_json(
-        folder / shards.INDEX,
-        {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
-    )
+    index = {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds}
+    write_json(folder / shards.INDEX, seal(index))
 
 
 def _tokenizer(
@@ -131,8 +129,11 @@ def _tokenizer(
 ) -> tuple[tokenizers.Tokenizer | None, dict[str, Any]]:
     """Return the tokenizer and its index entry. It is given, trained, or kept from an interrupted call."""
     file = folder / "tokenizer.json"
+    largest = _largest_id(corpus, given) if corpus.tokenised and corpus.chat is None else 0
+    if largest >= vocab:
+        raise _too_many(corpus, largest + 1, vocab)
     if corpus.tokenised and given is None:
-        return None, _describe_tokenizer(corpus, vocab)
+        return None, {"sha256": None, "vocab": largest + 1, "end_of_text": _last_id(corpus), "end_of_text_token": None}
     tokenizer = given
     if tokenizer is None:
         tokenizer = _read_unfinished_tokenizer(folder) or tokenizers.train(
@@ -157,12 +158,25 @@ def _read_unfinished_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
     return None
 
 
-def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
-    """Return what is known of the tokenizer that made the tokens: its largest id, and the id that ends documents."""
-    largest, ends = 0, set()
+def _largest_id(corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> int:
+    """Return the largest id of tokens that were made elsewhere. UserError for ids that `given` cannot have made."""
+    tokens = [megatron.open_indexed(file.path).tokens for file in corpus.files]
+    smallest, largest = (int(of([of(some, initial=0) for some in tokens])) for of in (np.min, np.max))
+    if smallest < 0:
+        raise UserError(f"{corpus.root} holds token {smallest:,}, and ids begin at 0: write it again")
+    if given is not None and largest >= given.vocab:
+        raise UserError(
+            f"{corpus.root} holds token {largest:,}, and {given.path} has {given.vocab:,}: name the tokenizer that "
+            "made these tokens in data.tokenizer"
+        )
+    return largest
+
+
+def _last_id(corpus: corpora.Corpus) -> int:
+    """Return the id that ends documents."""
+    ends: set[int] = set()
     for file in corpus.files:
         indexed = megatron.open_indexed(file.path)
-        largest = max(largest, int(indexed.tokens.max()))
         full = np.flatnonzero(np.diff(indexed.bounds))[:1000]
         ends |= set(indexed.tokens[indexed.bounds[full + 1] - 1].tolist())
     if len(ends) != 1:
@@ -170,9 +184,7 @@ def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
             f"the documents of {corpus.root} do not end in a token of their own: name their tokenizer in "
             "data.tokenizer, so that its end-of-text token can be put between them"
         )
-    if largest >= vocab:
-        raise _too_many(corpus, largest + 1, vocab)
-    return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
+    return ends.pop()
 
 
 def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:

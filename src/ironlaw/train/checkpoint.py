@@ -8,7 +8,6 @@ next steps run.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from ironlaw import units
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.files import digest_of, read_json, sha256, write_text
+from ironlaw.files import is_sealed, read_json, seal, sha256, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
@@ -179,7 +178,7 @@ def read_index(path: Path) -> Checkpoint:
     problem = "is damaged"
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         index = read_json(path / INDEX)
-        whole = index["index_sha256"] == _index_sha256(index)
+        whole = is_sealed(index)
         if whole and index["schema_version"] > SCHEMA_VERSION:
             problem = "was written by a newer Ironlaw"
         elif whole and index["step"] == step_of(path) and isinstance(index.get("store", ""), str):
@@ -203,9 +202,8 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Write the index with the files' checksums and its own, which protects the step from which a run resumes."""
-    index = {"schema_version": SCHEMA_VERSION, **about}
-    index["index_sha256"] = _index_sha256(index)
-    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    index = seal({"schema_version": SCHEMA_VERSION, **about})
+    write_json(folder / INDEX, index)
     return index
 
 
@@ -234,7 +232,3 @@ def step_of(path: Path) -> int:
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _index_sha256(index: dict[str, Any]) -> str:
-    return digest_of({key: value for key, value in index.items() if key != "index_sha256"})

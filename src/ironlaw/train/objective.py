@@ -36,9 +36,10 @@ class CrossEntropy:
     second: Transformer | None = None  # a frozen model used beside the trained one
 
     def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
-        return model(batch.inputs, batch.targets, samples, batch.documents, reduction)
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
+        balance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return model(batch.inputs, batch.targets, samples, batch.documents, reduction, balance)
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
         """Return the number of targets."""
@@ -61,8 +62,9 @@ class Distillation(CrossEntropy):
         self.config, self.second = config, teacher
 
     def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
+        balance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         assert self.second is not None
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN):
             taught_hidden, taught = outputs(self.second, batch)
@@ -90,8 +92,9 @@ class Preference(CrossEntropy):
         self.beta, self.second = beta, reference
 
     def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
+        balance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         other = _without_adapters(model) if self.second is None else nullcontext(self.second)
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN), other as frozen:
             reference = margins(frozen, batch)

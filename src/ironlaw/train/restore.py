@@ -193,9 +193,19 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
 
 
 def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> None:
-    """Load the base and the adapters of a checkpoint into a `model` without adapters."""
-    index: Mapping[str, Any] = checkpoint.index
-    finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
+    """Load the base and the adapters of a checkpoint into a `model` without adapters.
+
+    The run's config says where the base is, so that a user can correct it when a base has moved.
+    """
+    index, run = checkpoint.index, RunDirectory(checkpoint.path.parents[1])
+    finetune = FinetuneConfig(**index["finetune"] | {"start_from": None})
+    written = load_config(run.config_file).train.start_from if run.is_run else None
+    source = written or str(index["base"]["path"])
+    if not Path(source).is_dir():
+        raise UserError(
+            f"{source}, which {run.path} adapts, is no longer there: put it back, or write where it is as "
+            f"train.start_from in {run.config_file}"
+        )
     check_base(finetune, source, config, checkpoint)
     load_first_weights(source, model, config)
     with torch.random.fork_rng(devices=[]):  # adapters are initialized at random before they are read

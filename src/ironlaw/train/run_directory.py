@@ -152,7 +152,9 @@ def remove_partial(folder: Path, of: str = "*") -> None:
     """Delete partial files of terminated processes, which would otherwise fill the disk after many kills."""
     for path in folder.glob(f".{of}.partial"):
         process = path.name.split(".")[-2]
-        if _is_partial(path) and not (process.isdecimal() and psutil.pid_exists(int(process))):
+        # A process of a container may have the number of one that ended in it.
+        runs = process.isdecimal() and int(process) != os.getpid() and psutil.pid_exists(int(process))
+        if _is_partial(path) and not runs:
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:

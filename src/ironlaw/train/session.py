@@ -19,7 +19,7 @@ from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.data.shards import Progress
 from ironlaw.errors import UserError
-from ironlaw.files import at_home
+from ironlaw.files import at_home, copy_file
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.measure import Probe
@@ -106,7 +106,7 @@ def run_training(
                 lock()
             plan.save(run.plan_file)
             if dataset.tokenizer_path is not None:
-                shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+                copy_file(dataset.tokenizer_path, run.tokenizer_file)
                 if config.data.tokenizer is not None:
                     from ironlaw.data.chat import write_tokenizer_fields
 
@@ -172,6 +172,9 @@ def check_start(
         check_text(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
+    cut = loader.facts().get("documents_cut_fraction", 0.0)
+    if dataset.train.marks is not None and cut:
+        say(f"{cut:.0%} of the conversations are longer than a sequence and are cut: raise train.sequence")
     next(loader.validation(config.micro_batch, 1))
     recovery = Recovery(config.recovery, read_lines(run.events_file))
     start = checkpoint.newest(

@@ -111,7 +111,7 @@ class LayoutStep(Step):
         assert isinstance(self.store, SharedAdapterFiles)
         return {name.removeprefix("weights/"): tensor for name, tensor in self.store.gather(self.model).items()}
 
-    def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
+    def _read(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         check_model(checkpoint, self.config.model)
         return self.store.read(checkpoint.path, self.model, states)
 
