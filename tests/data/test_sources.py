@@ -349,13 +349,13 @@ def test_skipped_records_are_counted_once_also_when_resumed(tmp_path: Path) -> N
 def test_an_arrow_stream_that_was_cut_between_two_batches_is_damaged(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     table, places = pyarrow.table({"text": TEXTS}), []
-    with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink:
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            for batch in table.to_batches(max_chunksize=10):
-                writer.write_batch(batch)
-                places.append(sink.tell())
+    path = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=10):
+            writer.write_batch(batch)
+            places.append(sink.tell())
     (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[: places[1]])
-    with pytest.raises(UserError, match="is damaged .it ends before"):
+    with pytest.raises(UserError, match=r"is damaged .it ends before"):
         prepare(DataConfig(path=str(tmp_path), cache=str(tmp_path / ".c")), 300)
 
 
@@ -365,7 +365,9 @@ def test_bits_per_byte_need_the_bytes_of_all_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     megatron.write_indexed(tmp_path / "set", [np.array([i, 1, 0]) for i in range(40)], np.dtype("<u2"))
     own: dict[str, Any] = {
-        "tokenizer": str(tokenizer.path), "cache": str(tmp_path / "cache"), "validation_fraction": 0.2
+        "tokenizer": str(tokenizer.path),
+        "cache": str(tmp_path / "cache"),
+        "validation_fraction": 0.2,
     }
     text = {"path": str(tmp_path / "a.jsonl")}
     assert prepare(DataConfig(sources=(text, text), **own), 300).bits_per_byte(3.0) is not None

@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ironlaw.data.readers import REJECTED, UNLEARNED, Talk, map_texts
 from ironlaw.data.tokenizer import GENERATION, Tokenizer, read_tokenizer
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import at_home, read_json, read_json_or_empty, read_text, write_json
 
 # Private-use characters: a quoted text in the rendered text, and where the assistant's text begins and ends.
@@ -45,13 +45,12 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 
 
 def encode_ids(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
-    try:
+    # An unpaired surrogate, from a JSON escape or command-line bytes that are not UTF-8, is a TypeError.
+    with reported("the text is not valid Unicode: write it in UTF-8", TypeError):
         if len(text) < LONG_TEXT:
             return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
         # Only batch calls release the interpreter's lock, and without offsets they take half the time.
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-    except TypeError:  # an unpaired surrogate, from a JSON escape or command-line bytes that are not UTF-8
-        raise UserError("the text is not valid Unicode: write it in UTF-8") from None
 
 
 class Text:
@@ -219,11 +218,9 @@ class Text:
         names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
         names |= self.template_names | (more or {})
         _left.set([MAX_RENDERED])
-        try:
+        # An untrusted program, and variables from any request.
+        with reported("the model's chat template refuses: {reason}", Exception):
             return str(self.template.render(**names))
-        except Exception as error:  # an untrusted program, and variables from any request
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"the model's chat template refuses: {reason}") from None
 
 
 class _Generation(Extension):
@@ -322,28 +319,20 @@ def _written(value: Any) -> Any:
     return value
 
 
-def _json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The filter `tojson`, with transformers' options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = _json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # with transformers' options
     environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
     environment.filters |= {"passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
+    told = "the model's chat template cannot be read: {reason}"
+    with reported(told, jinja2.TemplateError, SyntaxError, RecursionError):
         return environment.from_string(template)
-    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-        raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_template(folder: Path, given: str | None = None) -> tuple[str | None, dict[str, str]]:

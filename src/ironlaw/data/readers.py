@@ -7,6 +7,7 @@ JSONL, rows of Parquet and Arrow, documents of Megatron. Starting there yields t
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import zlib
@@ -20,7 +21,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from ironlaw.data import megatron
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 
 Content = str | np.ndarray
 """Text, or token ids of a source that is tokenised already; ids of conversations carry marks in their high bits."""
@@ -253,14 +254,13 @@ def _read_rows(kind: str, path: Path, field: str, start: int) -> Iterator[Record
             for row, value in enumerate(column, first):
                 if row < start:
                     continue
-                try:
+                told = (
+                    f'{path} has bytes that are not UTF-8 text in column "{field}", row {row + 1:,}: write the column '
+                    "as UTF-8, or set data.field to another"
+                )
+                with reported(told, UnicodeDecodeError):
                     text = value.as_py()
                     text = text.decode() if isinstance(text, bytes) else text
-                except UnicodeDecodeError:
-                    raise UserError(
-                        f'{path} has bytes that are not UTF-8 text in column "{field}", row {row + 1:,}: write the '
-                        "column as UTF-8, or set data.field to another"
-                    ) from None
                 is_empty = text is None or not text.strip()
                 done = size * (row + 1) // rows
                 yield Record(None if is_empty else text, row + 1, done, "empty" if is_empty else "")
@@ -270,15 +270,12 @@ def _parquet_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, 
     """Yield batches of a column, each with the number of its first row. Row groups before `start` are not read."""
     with _extra("pyarrow.parquet", path).ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow)
-        row = 0
-        for group in range(file.num_row_groups):
-            here = file.metadata.row_group(group).num_rows
-            if row + here <= start:
-                row += here
-                continue
-            for batch in file.iter_batches(1024, row_groups=[group], columns=[field]):
-                yield row, batch.column(0)
-                row += len(batch)
+        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=int)
+        passed = int(np.searchsorted(ends, start, side="right"))
+        row = int(ends[passed - 1]) if passed else 0
+        for batch in file.iter_batches(1024, row_groups=range(passed, len(ends)), columns=[field]):
+            yield row, batch.column(0)
+            row += len(batch)
 
 
 def _arrow_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, Any]]:
@@ -334,13 +331,9 @@ def _rows(kind: str, path: Path) -> int:
 
 def _extra(module: str, path: Path) -> Any:
     """Import an optional library, or raise a UserError that says how to install it."""
-    import importlib
-
-    try:
+    name = module.split(".")[0]
+    with reported(f"{path} needs {name}, which is not installed: pip install 'ironlaw[data]'", ImportError):
         return importlib.import_module(module)
-    except ImportError:
-        name = module.split(".")[0]
-        raise UserError(f"{path} needs {name}, which is not installed: pip install 'ironlaw[data]'") from None
 
 
 # -- Megatron --------------------------------------------------------------------------------------------------------
