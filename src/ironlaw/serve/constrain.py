@@ -52,7 +52,9 @@ class State:
         # The library raises nothing: it allows the end of text alone, as if the answer were whole.
         if self.matcher.is_error():
             why = self.matcher.get_error().splitlines()[0]
-            raise UserError(f"the form of the answer cannot be followed ({why}): send a simpler one, that a text can have")
+            raise UserError(
+                f"the form of the answer cannot be followed ({why}): send one that text can have, or smaller"
+            )
 
 
 def allowed_tokens(rows: Sequence[Row], vocab: int) -> Tensor | None:
