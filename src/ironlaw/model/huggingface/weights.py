@@ -43,7 +43,8 @@ class _Files:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 for name in sorted(self.files.keys() & file.keys()):
-                    if not _equal(self.files[name].get_tensor(name), file.get_tensor(name)):
+                    one, other = self.files[name].get_tensor(name), file.get_tensor(name)
+                    if one.dtype != other.dtype or not torch.equal(one, other):
                         raise ValueError(f"{name} is there twice, with different numbers")
                 self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
@@ -88,10 +89,6 @@ def check_range(name: str, held: Tensor, dtype: str) -> None:
     """Raise UserError if `held`, what a tensor became in `dtype`, has numbers that are not finite."""
     if held.is_floating_point() and not is_finite(held.float()):
         raise UserError(f"{name} has numbers too large for {dtype}, or not finite: export it with --dtype bf16 or fp32")
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _shards(folder: Path) -> list[Path]:
