@@ -193,6 +193,8 @@ def _from_line(line: bytes, path: Path, field: str, take: Take, first: bool) -> 
     content, lacks = take(fields, field)
     if content is not None:
         return content, ""
+    if first and lacks and take is _preference:
+        raise UserError(f"{path} is without {lacks} in its first line: write prompt, chosen and rejected")
     if first and lacks:
         there = f'the field "{field}" of {path} is without {lacks}'
         what = there if field in fields else f'{path} has no field "{field}"'
