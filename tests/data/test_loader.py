@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, TokenWindows
+from ironlaw.data.batches import BLOCK, Batches, Mixture, TokenWindows, compute_places
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import BatchSource, Loader, Prefetcher
-from ironlaw.data.mixture import BLOCK, Mixture, compute_places
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 
@@ -281,6 +281,10 @@ def test_a_stream_resumes_from_its_notes_and_without_them(places_on_disk: dict[s
     same(quick.batch(10), expected[10])  # and backwards
     with notes[0].open("a") as file:
         file.write("[12, 0")  # half a line of a process that was killed
+    same(source_of("stream", places_on_disk, **cache).batch(59), expected[59])
+    whole = notes[0].read_text()
+    # As if bytes of the disk had changed.
+    notes[0].write_text(re.sub(r'"samples": (\d+)', lambda found: f'"samples": {int(found[1]) - 3}', whole))
     same(source_of("stream", places_on_disk, **cache).batch(59), expected[59])
     notes[0].unlink()
     same(source_of("stream", places_on_disk, **cache).batch(50), expected[50])

@@ -224,9 +224,8 @@ def select_entries(found: list[CacheEntry], names: list[str], unused_days: float
         for name in names:
             matching = [e for e in found if e.name == name] or [e for e in found if e.name.startswith(name)]
             if not matching:
-                raise UserError(
-                    f"nothing in the cache is called {name!r}: {did_you_mean(name, [e.name for e in found])}"
-                )
+                known = [entry.name for entry in found]
+                raise UserError(f"nothing in the cache is called {name!r}: {did_you_mean(name, known)}")
             picked += [entry for entry in matching if entry not in picked]
     return [entry for entry in picked if unused_days is None or entry.days >= unused_days]
 

@@ -19,7 +19,7 @@ from ironlaw import units
 from ironlaw.data import building, megatron, readers, shards
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import DataConfig
-from ironlaw.data.corpus import Corpus, File
+from ironlaw.data.corpus import Corpus, File, no_text_error
 from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.splits import SPLITS, Splitter, no_held_out_error, number, split
 from ironlaw.data.stats import unigram_loss
@@ -276,6 +276,5 @@ def _check(index: dict[str, Any], folder: Path) -> None:
         return
     (folder / building.PROGRESS).unlink()  # nothing here is of use to another attempt
     if not any(documents.values()):
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
-        raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
+        raise no_text_error(index["path"], index["skipped"])
     raise no_held_out_error(index["path"])

@@ -8,6 +8,7 @@ With `--sweep` it measures every format and method within a time budget, and fin
 
 from __future__ import annotations
 
+import copy
 import shutil
 import statistics
 import time
@@ -115,9 +116,7 @@ class CompressionSource:
         return self.config.model.parameters * self.wide.itemsize
 
     def copy(self) -> Transformer:
-        model = Transformer(self.config.model)
-        model.load_state_dict(self.model.state_dict())
-        return model.eval()
+        return copy.deepcopy(self.model).eval()
 
 
 def open_source(

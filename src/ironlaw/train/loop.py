@@ -150,9 +150,8 @@ class Trainer:
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
-        self.energy = EnergyMeter(
-            accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
-        )
+        monitor = find_gpu_monitor(self.device.index or 0) if accelerated else None
+        self.energy = EnergyMeter(accelerated=accelerated, gpu=monitor)
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step

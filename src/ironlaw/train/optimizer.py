@@ -219,9 +219,8 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, fused=fused)
         case "momentum":
-            return torch.optim.SGD(
-                groups, lr=lr, momentum=0.9 if config.momentum is None else config.momentum, fused=fused
-            )
+            momentum = 0.9 if config.momentum is None else config.momentum
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, lr=lr, alpha=config.beta2, eps=eps)
         case "adam":

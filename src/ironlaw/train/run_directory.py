@@ -108,9 +108,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     if not os.path.lexists(path):
         return []
     with open_file(path) as file:
-        return [
-            parse_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.endswith(b"\n")
-        ]
+        whole = (line for line in file if line.endswith(b"\n"))
+        return [parse_json(line, f"line {number} of {path}") for number, line in enumerate(whole, 1)]
 
 
 def _plain(value: Any) -> Any:
@@ -319,9 +318,7 @@ def check_same_run(before: RunConfig, now: RunConfig, path: Path) -> None:
     }
     for name, (old, new) in fixed.items():
         if old != new:
-            raise UserError(
-                f"{path} holds a run with another {name}: resume it with its own config, or give a new --out"
-            )
+            raise UserError(f"{path} holds a run with another {name}: resume with its own config, or give a new --out")
 
 
 def sync_folder(path: Path) -> None:

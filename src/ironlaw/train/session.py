@@ -130,9 +130,7 @@ def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
         now = Probe(profile.fp32_products).slowdown(profile, PROBE_SECONDS)
         plan = plan_run(config, profile, now) if now is not None else plan
     if not totals.fits(plan):
-        raise UserError(
-            "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
-        )
+        raise UserError("the plan does not fit this machine's memory: lower train.micro_batch; see `ironlaw plan`")
     return plan
 
 

@@ -93,9 +93,8 @@ class Step:
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
         stream = TransferStream(device) if config.train.offload != "none" else None
-        self.optimizer = build_optimizer(
-            self.model, config.optimizer, stream=stream if config.train.offloads_optimizer else None
-        )
+        hosted = stream if config.train.offloads_optimizer else None
+        self.optimizer = build_optimizer(self.model, config.optimizer, stream=hosted)
         if stream is not None and config.train.offloads_activations:
             self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around

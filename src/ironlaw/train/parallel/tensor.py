@@ -234,9 +234,8 @@ class ShardedLinearParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layer = cast(Linear, module)
         placements = [Shard(self.dimension)]
-        layer.weight = nn.Parameter(
-            distribute_tensor(layer.weight.detach(), device_mesh, placements, src_data_rank=None)
-        )
+        weight = distribute_tensor(layer.weight.detach(), device_mesh, placements, src_data_rank=None)
+        layer.weight = nn.Parameter(weight)
 
         def forward(x: Tensor) -> Tensor:
             weight = cast(DTensor, layer.weight).to_local()
