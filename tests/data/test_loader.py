@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import BLOCK, Batches, Mixture, TokenWindows, compute_places
+from ironlaw.data.batches import Batches, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import BatchSource, Loader, Prefetcher
+from ironlaw.data.mixture import BLOCK, Mixture, compute_places
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Protocol
 
@@ -136,72 +135,6 @@ class PackedRows:
 
     def report(self) -> dict[str, Any]:
         return self._packed.report()
-
-
-BLOCK = 4096
-_KEY = 2**48  # a sample's key is the source's number times this, plus the source's own key
-
-
-class Mixture:
-    """Samples of several sources, by weight. The source of a sample is a function of the sample's index.
-
-    The global order is cut into blocks of 4,096 samples. Each source has a fixed number of places in a block (its
-    rounded weight), and each block shuffles its places anew. Each source's samples follow one another in the source's
-    own order, epoch after epoch, at the source's own pace.
-    """
-
-    def __init__(self, parts: Sequence[Samples], weights: Sequence[float], seed: int):
-        assert len(parts) == len(weights) and parts
-        self.parts = list(parts)
-        self.sequence = parts[0].sequence
-        self._seed = seed
-        self.places = np.array(compute_places(weights))
-        self._ends = np.cumsum(self.places)
-        # An epoch ends when every source has been seen whole; shorter sources have been repeated by then.
-        self.per_epoch = max(math.ceil(part.per_epoch * BLOCK / n) for part, n in zip(parts, self.places, strict=True))
-
-    def locate(self, first: int, number: int) -> np.ndarray:
-        blocks, slots = permutations(first, number, BLOCK, lambda block: mix(self._seed, block, 2))
-        which = np.searchsorted(self._ends, slots, side="right")
-        # The number of each sample within its source's order.
-        numbers = blocks * self.places[which] + slots - (self._ends - self.places)[which]
-        keys = np.empty(number, dtype=np.int64)
-        for source, part in enumerate(self.parts):
-            here = which == source
-            if here.any():
-                begin, end = int(numbers[here].min()), int(numbers[here].max()) + 1
-                keys[here] = source * _KEY + part.locate(begin, end - begin)[numbers[here] - begin]
-        return keys
-
-    def fill(self, keys: np.ndarray, batch: Batch[np.ndarray]) -> None:
-        for row, key in enumerate(keys.tolist()):
-            source, own = divmod(key, _KEY)
-            self.parts[source].fill(np.array([own]), batch.rows(slice(row, row + 1)))
-
-    def report(self) -> dict[str, Any]:
-        shares = (self.places / BLOCK).tolist()
-        reports = [part.report() for part in self.parts]
-        together = {
-            key: sum(share * report[key] for share, report in zip(shares, reports, strict=True))
-            for key in reports[0]
-            if key != "rows" and all(key in report for report in reports)
-        }
-        return {"rows": self.per_epoch, "shares": shares} | together
-
-
-def compute_places(weights: Sequence[float]) -> list[int]:
-    """Return each source's places in a block: shares rounded by largest remainder, at least one each, to fill it."""
-    exact = [BLOCK * weight / sum(weights) for weight in weights]
-    if min(exact) < 0.5:
-        raise UserError(
-            f"a weight of data.sources is less than 1 part in {2 * BLOCK:,} of all: raise it or leave that source out"
-        )
-    whole = [max(1, math.floor(value)) for value in exact]
-    rest = sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])
-    for i in range(abs(BLOCK - sum(whole))):
-        # Places that were added to round tiny weights up to one are taken from the largest.
-        whole[rest[i % len(rest)] if sum(whole) < BLOCK else whole.index(max(whole))] += 1 if sum(whole) < BLOCK else -1
-    return whole
 
 
 class Batches:

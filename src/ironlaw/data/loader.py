@@ -18,11 +18,12 @@ import numpy as np
 
 from ironlaw.data import batches
 from ironlaw.data.batch import Batch
-from ironlaw.data.batches import Batches, Mixture, PackedRows, Samples, TokenWindows
+from ironlaw.data.batches import Batches, PackedRows, Samples, TokenWindows
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, open_dataset
+from ironlaw.data.mixture import Mixture, together
 from ironlaw.data.packing import Packed, best_fit
-from ironlaw.data.prepare import prepare, together
+from ironlaw.data.prepare import prepare
 from ironlaw.data.processes import ProcessBatches
 from ironlaw.data.shards import TokenSplit
 from ironlaw.data.stream import StreamBatches

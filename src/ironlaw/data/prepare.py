@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ironlaw.data import tokenizer as tokenizers
-from ironlaw.data.batches import compute_places
 from ironlaw.data.config import CHATS, DataConfig
 from ironlaw.data.corpus import Corpus, find
 from ironlaw.data.dataset import Dataset
-from ironlaw.data.shards import Progress, TokenSplit, join_splits, token_dtype
-from ironlaw.data.source import Say, folder_name, prepare_source, shared_tokenizer
-from ironlaw.data.stats import unigram_loss
+from ironlaw.data.mixture import prepare_mixture
+from ironlaw.data.sample import shared_tokenizer
+from ironlaw.data.shards import Progress, TokenSplit, token_dtype
+from ironlaw.data.source import Say, folder_name, prepare_source
 from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
-from ironlaw.files import digest_of
 
 _MOCK_TOKENS = 2**24
 _MOCK_DOCUMENT = 512  # mean tokens of a document, so that mock data can be masked as text is
@@ -44,61 +41,6 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
     if len(sources) > 1:
         return prepare_mixture(config, vocab, sources, given, progress, say)
     return prepare_source(config, vocab, sources[0], given, progress, say)
-
-
-def prepare_mixture(
-    config: DataConfig, vocab: int, sources: list[Corpus], given: tokenizers.Tokenizer | None,
-    progress: Progress | None, say: Say,
-) -> Dataset:  # fmt: skip
-    """Prepare each source in its own folder, all with one tokenizer."""
-    tokenised = [corpus.source.path for corpus in sources if corpus.tokenised]
-    if tokenised and given is None:
-        raise UserError(f"{tokenised[0]} is tokenised already: name the tokenizer that made it in data.tokenizer")
-    weights = tuple(corpus.source.weight for corpus in sources)
-    compute_places(weights)  # raises before any work
-    tokenizer = given or shared_tokenizer(config, vocab, sources)
-    total, done = sum(corpus.bytes for corpus in sources), 0
-    parts: list[Dataset] = []
-    for corpus in sources:
-        before = done
-
-        def forward(now: int, _: int, before: int = before) -> None:
-            if progress is not None:
-                progress(before + now, total)
-
-        parts.append(prepare_source(config, vocab, corpus, tokenizer, forward, say))
-        done += corpus.bytes
-    return together(parts, weights, baseline=True)
-
-
-def together(parts: list[Dataset], weights: tuple[float, ...], baseline: bool = False) -> Dataset:
-    """Return the dataset of several sources. `baseline` adds the unigram loss, which reads all their tokens."""
-    train = join_splits([part.train for part in parts])
-    validation = join_splits([part.validation for part in parts])
-    vocab = max(part.vocab for part in parts)
-    return Dataset(
-        train=train,
-        validation=validation,
-        vocab=vocab,
-        end_of_text=parts[0].end_of_text,
-        end_of_text_token=parts[0].end_of_text_token,
-        tokenizer_path=parts[0].tokenizer_path,
-        skipped=_sums([part.skipped for part in parts]),
-        seconds=_sums([part.seconds for part in parts]),
-        shards=sum(part.shards for part in parts),
-        # If only answers are learned, the loss over all tokens is no baseline.
-        unigram_loss=unigram_loss(train.tokens, validation.tokens, vocab) if baseline and train.marks is None else None,
-        reused=all(part.reused for part in parts),
-        name=" + ".join(part.name for part in parts),
-        sources=tuple(parts),
-        weights=weights,
-        digest=digest_of([part.digest for part in parts]),
-    )
-
-
-def _sums(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sum the values of all parts by key."""
-    return {key: sum(part.get(key, 0) for part in parts) for key in sorted({key for part in parts for key in part})}
 
 
 def folders_of(config: DataConfig, vocab: int) -> list[Path]:

@@ -26,7 +26,8 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.run_directory import JsonLines, RunDirectory, append_line, read_lines
+from ironlaw.train.jsonl import JsonLines, append_line, read_lines
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.tracking import Tracking
 
 

@@ -31,11 +31,12 @@ from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, Store, WholeFiles
 from ironlaw.train.finetune import add_adapters, base_digest, base_fields
+from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
 from ironlaw.train.offload import ActivationOffload, TransferStream
-from ironlaw.train.optimizer import HostOptimizer, build_optimizer, learning_rate, set_learning_rate, trained_parameters
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.workload.sections import FROZEN
 
