@@ -23,7 +23,6 @@ from ironlaw.errors import UserError
 from ironlaw.files import as_path, read_json_lines
 from ironlaw.ledger import Estimate, Ledger
 from ironlaw.plan.request_types import PlanOutcome
-from ironlaw.report.console import recorder
 from ironlaw.schema import Count, Text, checked
 
 if TYPE_CHECKING:
@@ -48,15 +47,18 @@ class Shown:
     def _show(self, console: Console) -> None:
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def _recorded(self) -> Console:
+        from ironlaw.report.console import recorder
+
         console = recorder()
         self._show(console)
-        return "\n".join(line.rstrip() for line in console.export_text().splitlines()).strip("\n")
+        return console
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in self._recorded().export_text().splitlines()).strip("\n")
 
     def _repr_html_(self) -> str:
-        console = recorder()
-        self._show(console)
-        return console.export_html(inline_styles=True, code_format=PRE)
+        return self._recorded().export_html(inline_styles=True, code_format=PRE)
 
 
 class Total:
@@ -275,7 +277,7 @@ def train(
     A machine without a stored profile is measured first. Progress goes to stderr unless `quiet`. Ctrl-C saves a
     checkpoint and returns."""
     from ironlaw.machine.keep import this_machine
-    from ironlaw.report.console import messages, progress
+    from ironlaw.report.console import messages, progress, recorder
     from ironlaw.report.live import LiveRun
     from ironlaw.train.run_directory import new_run_directory
     from ironlaw.train.session import run_training

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SCRIPT = """
-import gc, copy, sys, time
+import gc, copy, random, sys, time
 import torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +27,7 @@ model = nn.Sequential(nn.Embedding(100, 96), nn.Linear(96, 384), nn.GELU(), nn.L
 {before}
 {optimizer}
 batches = [torch.randint(0, 100, (16, 64)) for _ in range(4)]
-kept, total = [], 0.0
+kept, total, drawn = [], 0.0, random.getstate()
 with ironlaw.observe(model, optimizer, out=out) as watch:
     for number in range(40):
         {tokens}
@@ -37,6 +37,7 @@ with ironlaw.observe(model, optimizer, out=out) as watch:
         optimizer.step()
         {clear}
         {after}
+assert random.getstate() == drawn, "observing takes none of the loop's random numbers"
 """
 DEFAULTS = {
     "before": "", "tokens": "tokens = batches[number % 4]", "backward": "loss.backward()",

@@ -229,6 +229,12 @@ def test_torchtitan_says_experts_inside_hybrid_sharding():
             written("torchtitan", layout, mixtral)
 
 
+def test_torchtitan_0_3_runs_pipelines_and_shared_experts_without_the_graphs_that_refuse_them():
+    mixtral = ModelConfig.named("mixtral-8x7b")
+    for layout, wanted in (("dp=8 zero=3", False), ("dp=2 pp=4 zero=2", True), ("dp=8 zero=3 ep=8", True)):
+        assert ("--training.disable_cuda_graphs" in written("torchtitan", layout, mixtral)) == wanted
+
+
 def test_narrow_precisions_as_planned():
     fp8 = tomllib.loads(written("torchtitan", "dp=8 zero=3", precision="fp8"))
     assert fp8["model"]["converters"] == ["quantize.linear.float8"]

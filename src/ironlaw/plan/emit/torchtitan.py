@@ -10,7 +10,7 @@ import tomli_w
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.emit import first_reason
+from ironlaw.plan.emit import first_reason, given
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.schedule import fewer_layers_at_ends
 
@@ -171,4 +171,6 @@ def _options(document: dict[str, Any], layout: Layout) -> list[str]:
     for section in ("training", "parallelism"):
         skipped = ("context_parallel_rotate_method", "expert_tensor_parallel_degree")
         words += [f"--{section}.{key} {value}" for key, value in document[section].items() if key not in skipped]
-    return [*words, "--compile.enable", f"activation-checkpoint:{layout.recompute}"]
+    # Its graphs, on by default, hold no pipeline, and of the exchanges of experts only some.
+    eager = given((layout.pp * layout.ep > 1, "--training.disable_cuda_graphs"))
+    return [*words, "--compile.enable", *eager, f"activation-checkpoint:{layout.recompute}"]
