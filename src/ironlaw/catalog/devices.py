@@ -12,10 +12,12 @@ device. `[taken]` maps aliases to devices, with the reason if there was a choice
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ironlaw.catalog.figures import read_toml, stems
+from ironlaw.catalog.figures import DATA, read_toml, stems
 
 FOLDER = "devices"
 COLUMNS = {
@@ -91,8 +93,7 @@ def _product(name: str) -> str:
 def lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Return each device's line with defaults filled in, and the ratios of its file, by name."""
     found = {}
-    for stem in stems(FOLDER):
-        data = read_toml(FOLDER, f"{stem}.toml")
+    for data in _files():
         for name, line in data["devices"].items():
             assert name not in found, f"{name} is listed twice"
             found[name] = (data["defaults"] | line, data.get("ratios", {}))
@@ -103,7 +104,10 @@ def lines() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 def aliases() -> dict[str, tuple[str, str]]:
     """Return the device that each alias stands for, and why it was chosen if others were possible."""
     return {
-        name: (line["name"], line.get("why", ""))
-        for stem in stems(FOLDER)
-        for name, line in read_toml(FOLDER, f"{stem}.toml").get("taken", {}).items()
+        name: (line["name"], line.get("why", "")) for data in _files() for name, line in data.get("taken", {}).items()
     }
+
+
+def _files() -> Iterator[dict[str, Any]]:
+    """Parse each file, to be dropped: a plan needs no more of them than the aliases."""
+    return (tomllib.loads((DATA / FOLDER / f"{stem}.toml").read_text("utf-8")) for stem in stems(FOLDER))

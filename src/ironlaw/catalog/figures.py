@@ -93,12 +93,6 @@ def lookup(kind: str, name: str, table: Mapping[str, T]) -> T:
     return table[name]
 
 
-@cache
-def sources() -> dict[str, Source]:
-    """Return all entries of `sources.toml`."""
-    return {key: Source(key=key, **entry) for key, entry in read_toml("sources.toml").items()}
-
-
 def source(key: str) -> Source:
     """Return title and address for a figure's `source` key."""
-    return lookup("source", key, sources())
+    return Source(key, **lookup("source", key, read_toml("sources.toml")))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ironlaw.ledger import Kind, Phase
 from ironlaw.model.config import ModelConfig
@@ -61,34 +61,27 @@ def highest_peak(
     return highest
 
 
-@dataclass(frozen=True)
 class _Unit:
     """Parameters that FSDP gathers together, in bytes; rows are padded to a multiple of the ranks that share them."""
 
-    sharing: int
-    gathered: float
-    gradients: float  # of trained parameters
-    reduced: float  # the same, padded
-    whole: float  # gradients of all parameters
+    def __init__(self, tensors: list[Parameter], model: ModelConfig | None, ep: int, ranks: int) -> None:
+        self.sharing, parts = ranks, [(p, shard_of(p, model, ep, ranks).bytes * ranks) for p in tensors]
+        self.gathered = sum(size for _, size in parts)
+        self.gradients = sum(p.elements for p in tensors if p.trained) * FP32  # of trained parameters
+        self.reduced = sum(size for p, size in parts if p.trained)  # the same, padded
+        self.whole = sum(p.elements for p in tensors) * FP32  # gradients of all parameters
 
 
-@dataclass
 class _Stage:
     """One of the rank's pipeline stages, and what it holds at the moment."""
 
-    index: int
-    parameters: list[Parameter]
-    layers: list[Layer]
-    units: dict[str, _Unit]
-    gathered: frozenset[str] = frozenset()  # units whose whole weights exist
-    reduced: set[str] = field(default_factory=set)  # units whose reduced gradients exist
-    ahead: dict[str, float] = field(default_factory=dict)  # bytes of prefetch buffers in the backward pass
-    has_gradients: bool = False
-    waiting: float = 0.0  # bytes kept for a split backward pass's weight gradients
-
-    @property
-    def gradient_bytes(self) -> float:
-        return float(sum(p.elements for p in self.parameters) * FP32)
+    def __init__(self, index: int, parameters: list[Parameter], layers: list[Layer], units: dict[str, _Unit]) -> None:
+        self.index, self.parameters, self.layers, self.units = index, parameters, layers, units
+        self.gathered = frozenset[str]()  # units whose whole weights exist
+        self.reduced = set[str]()  # units whose reduced gradients exist
+        self.ahead: dict[str, float] = {}  # bytes of prefetch buffers in the backward pass
+        self.has_gradients, self.waiting = False, 0.0  # bytes kept for a split backward pass's weight gradients
+        self.gradient_bytes = float(sum(p.elements for p in parameters) * FP32)
 
     @property
     def blocks(self) -> list[Layer]:
@@ -139,11 +132,7 @@ class _Rank:
         key = tuple((p.shape, p.width, p.trained) for p in tensors)
         if key not in self.alike:
             ranks = self.expert_dp if self.layout.ep > 1 and of_experts(tensors[0]) else self.layout.sharing
-            parts = [(p, shard_of(p, self.program.model, self.layout.ep, ranks).bytes * ranks) for p in tensors]
-            self.alike[key] = _Unit(
-                ranks, sum(size for _, size in parts), sum(p.elements for p in tensors if p.trained) * FP32,
-                sum(size for p, size in parts if p.trained), sum(p.elements for p in tensors) * FP32,
-            )  # fmt: skip
+            self.alike[key] = _Unit(tensors, self.program.model, self.layout.ep, ranks)
         return self.alike[key]
 
     # -- the step ----------------------------------------------------------------------------------------------
@@ -307,9 +296,9 @@ class _Rank:
         """Walks a backward pass of input gradients only: saved tensors and gradients of wide outputs stay."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
-        before = walk.now["activations"]
-        saved = self._saved(stage)
-        model = shape.model
+        before, model = walk.now["activations"], shape.model
+        # Left saved by the forward pass, without an input that is a message buffer.
+        saved = sum(op.saved_bytes - op.frees_saved_bytes for layer in stage.layers for op in layer.forward)
         wide = shape.tokens * (model.projected_size + model.ffn_size * (2 if model.gated_ffn else 1)) * FP32
         ends = shape.tokens * model.vocab * FP32 + self.stream
         start = walk.now["temporaries"]
@@ -341,10 +330,6 @@ class _Rank:
         if not stage.has_gradients:
             self.walk.add("gradients", stage.gradient_bytes, "gradients of weights")
         self.walk.now["activations"] -= stage.waiting
-
-    def _saved(self, stage: _Stage) -> float:
-        """Returns the bytes that a forward pass leaves saved, without an input that is a message buffer."""
-        return sum(op.saved_bytes - op.frees_saved_bytes for layer in stage.layers for op in layer.forward)
 
     # -- FSDP --------------------------------------------------------------------------------------------------
 

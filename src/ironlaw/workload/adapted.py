@@ -39,7 +39,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
             else:  # its other gradients still come last in the layer's backward pass
                 last = input_gradients
             continue
-        rows = adapters.rows_of(op.name) if op.matmul is not None else ()
+        rows = dict(adapters.rows).get(op.name, ()) if op.matmul is not None else ()
         rows = rows if op.summed else tuple(count // shape.division.tp for count in rows)
         gradient = [back for g in (*op.gradient, *last) for back in _backward(shape, kind, g, rows, needs_gradient)]
         last = ()

@@ -46,9 +46,6 @@ class BlockAdapters:
     starts_plain: bool = False  # nothing before the first block's adapters is saved for the backward pass
     ends: frozenset[str] = frozenset()  # "embedding" and "head", if trained in full
 
-    def rows_of(self, name: str) -> tuple[int, ...]:
-        return dict(self.rows).get(name, ())
-
     @property
     def casts_weights(self) -> bool:
         """Whether autocast casts the frozen matrices."""

@@ -106,7 +106,8 @@ class _Rank:
             made = self.stream(op)  # except that a cast gradient is gathered, in reduced precision
             return made if forward or op.kernel != "cast" else fast_replace(made, temporary_bytes=op.temporary_bytes)
         if op.kind is Kind.LOSS and self.tp and not self.shape.loss_chunk:
-            return self.loss(op)
+            # `loss_parallel` copies the shifted logits and has one more gradient.
+            return with_memory(op, scratch=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
         if op.summed:
             return self.summed(op) if forward else self.gathered_gradient(op)
         if self.shape.model.latent is not None:
@@ -189,10 +190,6 @@ class _Rank:
             own = model.dropout or model.norm_place != "pre"  # the branch has its own gradient, besides the stream's
             return with_memory(op, frees_temporary=self.full // self.parts if own else self.full)
         return op
-
-    def loss(self, op: Operation) -> Operation:
-        """The loss of divided logits: PyTorch's `loss_parallel` copies the shifted logits and has one more gradient."""
-        return with_memory(op, scratch=self.logits) if op.kernel in ("loss_forward", "loss_backward") else op
 
     # -- query, key and value --------------------------------------------------------------------------------------
 
