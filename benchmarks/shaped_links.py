@@ -8,7 +8,7 @@ A host is a namespace with one core, one veth interface behind a bridge and its 
 by a token bucket (`tc tbf`), and delayed by `tc netem` where --delay-ms is given and the kernel has it. Root, `ip` and
 `tc` (Debian: iproute2) are needed. A call is one round: all hosts run `ironlaw measure` at the same time; then, for
 each layout, `torchrun` starts a rank of `ironlaw train` in each; measured is the median of the steps after the first
-three. The plan is `StepPlan` for hosts like the first one, as it was measured in that round, and links of that rate.
+three. The plan is `plan_step` for hosts like the first one, as it was measured in that round, and links of that rate.
 """
 
 from __future__ import annotations
@@ -229,14 +229,14 @@ def planned(workload: str, layout: str, rate: float, delay_ms: float = 0.0) -> f
     from ironlaw.config import build_config
     from ironlaw.machine.links import Link, RankFabric, load_costs
     from ironlaw.machine.profile import load_profile
-    from ironlaw.plan.step import StepPlan
+    from ironlaw.plan.step import plan_step
     from ironlaw.workload.layout import parse_layout
 
     config = build_config(document(workload, layout))
     link = Link(delay_ms / 1e3, rate / 8 * GOODPUT)
     chosen = replace(parse_layout(layout), micro_batch=config.micro_batch)
     fabric = RankFabric(load_costs(), ranks_per_host=1, between=link)
-    return StepPlan(config, load_profile(), chosen, fabric).step_seconds
+    return plan_step(config, load_profile(), chosen, fabric).step_seconds
 
 
 def report(folder: Path) -> str:

@@ -12,7 +12,7 @@ from ironlaw.explain.remedies import find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve
-from ironlaw.plan.step import StepPlan
+from ironlaw.plan.step import plan_step
 from ironlaw.workload.layout import Layout
 
 GPT = {"name": "gpt", "layers": 4, "hidden": 64, "heads": 4, "vocab": 512, "context": 64}
@@ -34,7 +34,7 @@ def sharded() -> RunConfig:
 
 
 def run_of(config: RunConfig, fabric: RankFabric) -> Ledger:
-    plan = StepPlan(config, make_profile(), Layout(dp=2, zero=3, micro_batch=2), fabric, 2).ledger
+    plan = plan_step(config, make_profile(), Layout(dp=2, zero=3, micro_batch=2), fabric, 2).ledger
     return Ledger("run", facts=plan.facts)
 
 
@@ -44,7 +44,7 @@ def test_over_a_slow_link_the_layout_that_sends_less_is_proposed() -> None:
     before = now.plan.totals["step_seconds"].value
     layout = next(remedy for remedy in find_remedies(now) if remedy.name == "layout")
     assert layout.effect == 0 and layout.gain > 0.5  # every micro-batch gathers and reduces all weights over the link
-    after = StepPlan(
+    after = plan_step(
         with_settings(sharded(), layout.settings), profile,
         Layout(**{key.removeprefix("layout."): value for key, value in layout.settings.items() if "layout" in key}
                | {"micro_batch": layout.settings.get("train.micro_batch", 2)}

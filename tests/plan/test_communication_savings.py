@@ -14,7 +14,7 @@ from ironlaw.machine.profile import Curve, Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
 from ironlaw.plan.requests.advice import cluster_savings
-from ironlaw.plan.step import StepPlan
+from ironlaw.plan.step import plan_step
 from ironlaw.workload.collectives import collectives, compressed_elements, table_of
 from ironlaw.workload.layout import parse_layout
 from ironlaw.workload.recipe import Recipe, StepBatch
@@ -70,10 +70,10 @@ def test_a_plan_of_ranks_sends_what_the_config_says(gradients: str, machine_prof
     document: dict[str, Any] = {"model": GPT, "train": {"global_batch": 4, "micro_batch": 2, "precision": "fp32"}}
     config = build_config(document | {"communication": {"gradients": gradients}})
     layout = parse_layout("dp=2 micro_batch=2")
-    plan = StepPlan(config, machine_profile, layout, RankFabric(COSTS), 2)
+    plan = plan_step(config, machine_profile, layout, RankFabric(COSTS), 2)
     (talk,) = [t for t in plan.stages[0].communication if t.dimension == "replicate"]
     recipe = Recipe(communication=config.communication)
     table = table_of(collectives(config.model, layout, StepBatch(4, 64), recipe, position=0))
     assert talk.bytes == table["replicate", "all_reduce"].bytes < 4 * config.model.parameters
-    plain = StepPlan(build_config(document), machine_profile, replace(layout), RankFabric(COSTS), 2)
+    plain = plan_step(build_config(document), machine_profile, replace(layout), RankFabric(COSTS), 2)
     assert plan.step_seconds < plain.step_seconds

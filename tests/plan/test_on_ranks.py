@@ -12,7 +12,7 @@ from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile
 from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.stage_costs import SimulatedPipeline
-from ironlaw.plan.step import StepPlan, plan_run
+from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.workload.collectives import collectives, table_of
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.recipe import Recipe, StepBatch
@@ -37,7 +37,7 @@ def config(model: dict[str, Any] = GPT) -> RunConfig:
 
 def planned(profile: Profile, layout: str | Layout, fabric: RankFabric | None = None, **model: Any) -> StepPlan:
     chosen = parse_layout(layout + " micro_batch=2") if isinstance(layout, str) else layout
-    return StepPlan(config(GPT | model), profile, chosen, fabric or RankFabric(COSTS))
+    return plan_step(config(GPT | model), profile, chosen, fabric or RankFabric(COSTS))
 
 
 LATENT: dict[str, Any] = LLAMA | {
@@ -52,7 +52,7 @@ def test_ranks_share_the_models_work_and_send_what_traffic_says(
     family: dict[str, Any], layout: str, machine_profile: Profile
 ) -> None:
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = StepPlan(config(family), machine_profile, chosen, RankFabric(COSTS))
+    plan = plan_step(config(family), machine_profile, chosen, RankFabric(COSTS))
     ledger = plan.ledger
     alone = plan_run(config(family), machine_profile)
     model, flops = config(family).model, alone.totals["flops_per_step"].value
@@ -152,7 +152,7 @@ def test_the_best_layout_is_the_fastest_that_fits(machine_profile: Profile) -> N
 
 def test_what_cannot_be_planned_is_said(machine_profile: Profile) -> None:
     with pytest.raises(UserError, match="accelerators, the cluster has 4"):
-        StepPlan(config(), machine_profile, Layout(dp=2, micro_batch=2), RankFabric(COSTS), 4)
+        plan_step(config(), machine_profile, Layout(dp=2, micro_batch=2), RankFabric(COSTS), 4)
 
 
 @pytest.mark.parametrize("layout", ["dp=2 zero=3", "pp=2"])
@@ -161,7 +161,7 @@ def test_what_is_recomputed_and_how_the_loss_is_computed_is_the_configs(layout: 
     document = {"model": GPT, "train": {"global_batch": 16, "micro_batch": 2, "precision": "fp32", "loss": "chunked"}}
     wanted = build_config(document | {"recompute": {"mode": "every", "every": 2}})
     chosen = parse_layout(layout + " micro_batch=2")
-    plan = StepPlan(wanted, machine_profile, chosen, RankFabric(COSTS), 2)
+    plan = plan_step(wanted, machine_profile, chosen, RankFabric(COSTS), 2)
     alone, ledger = plan_run(wanted, machine_profile), plan.ledger
     assert ledger.decided.recompute and ledger.decided.loss_chunk
     assert ledger.decisions == alone.decisions

@@ -16,7 +16,7 @@ from ironlaw.plan import layouts as answers
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.request_types import Options
-from ironlaw.plan.step import StepPlan, plan_run
+from ironlaw.plan.step import plan_run, plan_step
 from ironlaw.workload.blocks import Shape
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.operations import total_flops
@@ -46,7 +46,7 @@ def test_a_process_is_a_layout_of_ones(
 ) -> None:
     wanted = config(model, **settings)
     alone = plan_run(wanted, machine_profile)
-    one = StepPlan(wanted, machine_profile, Layout(micro_batch=2), RankFabric(COSTS)).ledger
+    one = plan_step(wanted, machine_profile, Layout(micro_batch=2), RankFabric(COSTS)).ledger
     assert one.lines == alone.lines and one.memory == alone.memory and one.totals == alone.totals
     assert one.decisions == alone.decisions
 
@@ -89,7 +89,7 @@ def test_every_rank_of_a_layout_has_the_keys_of_a_process_and_its_collectives(
         "zero": Layout(dp=4, zero=3, micro_batch=2), "tp": Layout(dp=2, tp=2, sp=True, micro_batch=2),
         "cp": Layout(dp=2, cp=2, micro_batch=2), "pp": Layout(dp=2, pp=2, micro_batch=2),
     }[layout]  # fmt: skip
-    plan = StepPlan(config(), machine_profile, chosen, RankFabric(COSTS)).ledger
+    plan = plan_step(config(), machine_profile, chosen, RankFabric(COSTS)).ledger
     alone = plan_run(config(), machine_profile)
     more = {line.key for line in plan.lines} - {line.key for line in alone.lines}
     assert {line.key for line in alone.lines} <= {line.key for line in plan.lines}

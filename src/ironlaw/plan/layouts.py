@@ -19,7 +19,7 @@ from ironlaw.machine.links import RankFabric, load_costs
 from ironlaw.machine.profile import Profile, load_profile
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.plan.request_types import Options, PlanOutcome
-from ironlaw.plan.step import StepPlan, choose_precision
+from ironlaw.plan.step import StepPlan, choose_precision, plan_step
 from ironlaw.workload.layout import Layout, parse_layout
 from ironlaw.workload.sizes import divisors
 
@@ -73,7 +73,7 @@ def best_layout(
         layout for layout in candidates(config, ranks)
         if not layout.reason_invalid(config.model, **asked, accelerators=ranks) and runnable(layout)
     )  # fmt: skip
-    return chosen(possible, lambda layout: StepPlan(config, profile, layout, fabric, ranks, precision), ranks)
+    return chosen(possible, lambda layout: plan_step(config, profile, layout, fabric, ranks, precision), ranks)
 
 
 def chosen(
@@ -138,7 +138,7 @@ def result_on_ranks(config: RunConfig, options: Options) -> PlanOutcome:
                 config.model, sequence=config.sequence, global_batch=config.train.global_batch, accelerators=ranks
             )
             raise UserError(f"this trainer cannot run layout '{layout}' on {ranks} ranks: leave --layout out")
-        plan = StepPlan(config, profile, layout, fabric, ranks)
+        plan = plan_step(config, profile, layout, fabric, ranks)
         return PlanOutcome(plan.ledger, plan.fits, {"layout": str(plan.layout), "candidates": [_candidate(plan)]})
     runnable = options.runnable
 

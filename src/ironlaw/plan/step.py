@@ -3,7 +3,7 @@
     plan_run(config, load_profile())                                       # the ledger of one process on this machine
     fabric = RankFabric(load_costs())                                          # all ranks on this machine
     fabric = RankFabric(load_costs(), ranks_per_host=1, between=Link(latency_seconds=2e-4, bytes_per_second=125e6))
-    plan = StepPlan(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
+    plan = plan_step(config, load_profile(), Layout(dp=4, zero=3, micro_batch=2), fabric)
     plan.step_seconds, plan.stages[0].communication, plan.ledger
 
 A single process is `Layout()`: no collective, no pipeline. The program (`workload/program.py`) lists operations,
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,62 +56,21 @@ class StagePlan:
     memory: Peak
 
 
+@dataclass(frozen=True)
 class StepPlan:
-    """A planned step of `config` in a layout, on `ranks` processes if given; without a layout, of one process. Raises
-    UserError if it cannot run.
+    """A planned step. `stages` by pipeline position; `fabric` None: one process without communication."""
 
-    `precision`: a decision already made for another layout of the same config. `now`: as in `interference.expected`.
-    """
-
-    def __init__(
-        self, config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: RankFabric | None = None,
-        ranks: int = 0, precision: Decision | None = None, now: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        check_supported(config, profile.device)
-        self.config, self.profile, self.now = config, profile, now
-        self.precision = precision = precision or choose_precision(config, profile)
-        measured = measured_precision(precision.value, profile)
-        machine = MeasuredMachine(profile, interference.typical(profile), measured)
-        if layout is None:
-            fabric, layout = None, Layout(micro_batch=config.micro_batch)
-            here = replace(machine, slowdown=interference.expected(profile, now))
-        else:
-            assert fabric is not None
-            batch, sequence = config.train.global_batch, config.sequence
-            layout.check(config.model, sequence=sequence, global_batch=batch, accelerators=ranks or layout.accelerators)
-            layout = layout.filled(batch)
-            local = fabric.local_ranks(layout.accelerators)
-            at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
-            here = replace(machine, fabric=fabric, ranks=layout.accelerators, at_once=at_once)
-        self.fabric = fabric  # None: one process without communication
-        cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
-        recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
-        recipe = with_adapters(recipe, config)
-        if config.recompute.mode == "budget":
-            recipe = within_budget(
-                config.model, batch_of(config), layout, recipe, config.recompute.budget_bytes,
-                lambda op: machine.time(op).seconds,
-            )  # fmt: skip
-        self.attention: Decision | None = None  # ranks use the fused kernel
-        if fabric is None:
-            recipe, self.attention = choose_attention(config, recipe, profile)
-        program = step(config.model, batch_of(config), layout, recipe)
-        self.program = program = with_objective(program, config)
-        costs = {stage: StageCosts(program, stage, here) for stage in range(len(program.stages))}
-        self.offload = offload = _offload(program, here, profile)
-        phases, communication = alike(program, costs[0], here) if layout.pp == 1 else pipelined(program, costs, here)
-        self.stages, aliases = list[StagePlan](), aliases_of(config.model, layout, batch_of(config), recipe)
-        for position in range(layout.pp):
-            lines = [line for stage in program.stages_at(position) for line in costs[stage].lines]
-            lines += [cost.line(aliases) for cost in communication[position]]
-            if offload is not None:
-                lines += lines_of(offload)
-                for phase, seconds in offload.exposed.items():
-                    phases[position][phase] += seconds
-            memory = peak_memory(program, position)
-            self.stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
-        self.step_seconds = max(sum(phase.values()) for phase in phases)
-        self.composition = here.composition(measured)  # time of a whole step / sum of its kernels timed alone
+    config: RunConfig
+    program: Program
+    precision: Decision
+    step_seconds: float
+    stages: list[StagePlan]
+    profile: Profile = field(repr=False)
+    fabric: RankFabric | None = None
+    offload: Offload | None = None
+    attention: Decision | None = None  # None: ranks, which use the fused kernel
+    now: Mapping[str, float] | None = None  # as in `interference.expected`
+    composition: float = 1.0  # time of a whole step / sum of its kernels timed alone
 
     @property
     def layout(self) -> Layout:
@@ -305,7 +264,63 @@ def plan_run(config: RunConfig, profile: Profile, now: Mapping[str, float] | Non
             f"train.threads = {config.train.threads}, but this machine was measured with {profile.threads}: "
             f"run `ironlaw measure --threads {config.train.threads}` or drop train.threads"
         )
-    return StepPlan(config, profile, now=now).ledger
+    return plan_step(config, profile, now=now).ledger
+
+
+def plan_step(
+    config: RunConfig, profile: Profile, layout: Layout | None = None, fabric: RankFabric | None = None, ranks: int = 0,
+    precision: Decision | None = None, now: Mapping[str, float] | None = None,
+) -> StepPlan:  # fmt: skip
+    """Returns the plan of `config` in a layout, on `ranks` processes if given. Raises UserError if it cannot run.
+
+    `precision`: a decision already made for another layout of the same config.
+    """
+    check_supported(config, profile.device)
+    precision = precision or choose_precision(config, profile)
+    measured = measured_precision(precision.value, profile)
+    machine = MeasuredMachine(profile, interference.typical(profile), measured)
+    if layout is None:
+        fabric, layout = None, Layout(micro_batch=config.micro_batch)
+        here = replace(machine, slowdown=interference.expected(profile, now))
+    else:
+        assert fabric is not None
+        batch, sequence = config.train.global_batch, config.sequence
+        layout.check(config.model, sequence=sequence, global_batch=batch, accelerators=ranks or layout.accelerators)
+        layout = layout.filled(batch)
+        local = fabric.local_ranks(layout.accelerators)
+        at_once = min(local, fabric.costs.cores) if layout.pp > 1 else local
+        here = replace(machine, fabric=fabric, ranks=layout.accelerators, at_once=at_once)
+    cuda, onednn = profile.device == "cuda", profile.fp32_products == "onednn"
+    recipe = recipe_of(config, precision.value, cuda=cuda, onednn=onednn, gloo=not cuda)
+    recipe = with_adapters(recipe, config)
+    if config.recompute.mode == "budget":
+        recipe = within_budget(
+            config.model, batch_of(config), layout, recipe, config.recompute.budget_bytes,
+            lambda op: machine.time(op).seconds,
+        )  # fmt: skip
+    kernel = None
+    if fabric is None:
+        recipe, kernel = choose_attention(config, recipe, profile)
+    program = step(config.model, batch_of(config), layout, recipe)
+    program = with_objective(program, config)
+    costs = {stage: StageCosts(program, stage, here) for stage in range(len(program.stages))}
+    offload = _offload(program, here, profile)
+    phases, communication = alike(program, costs[0], here) if layout.pp == 1 else pipelined(program, costs, here)
+    stages, aliases = [], aliases_of(config.model, layout, batch_of(config), recipe)
+    for position in range(layout.pp):
+        lines = [line for stage in program.stages_at(position) for line in costs[stage].lines]
+        lines += [cost.line(aliases) for cost in communication[position]]
+        if offload is not None:
+            lines += lines_of(offload)
+            for phase, seconds in offload.exposed.items():
+                phases[position][phase] += seconds
+        memory = peak_memory(program, position)
+        stages.append(StagePlan(position, phases[position], lines, communication[position], memory))
+    seconds = max(sum(phase.values()) for phase in phases)
+    return StepPlan(
+        config, program, precision, seconds, stages, profile, fabric, offload, kernel, now,
+        here.composition(measured),
+    )  # fmt: skip
 
 
 def step_operations(config: RunConfig, precision: str, profile: Profile | None = None) -> list[tuple[Operation, int]]:

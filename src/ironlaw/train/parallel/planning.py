@@ -24,7 +24,7 @@ from ironlaw.plan.layouts import LayoutChoice, best_layout, chosen
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.measured.network import resized
 from ironlaw.plan.recipe import batch_of, not_trained_here, recipe_of
-from ironlaw.plan.step import StepPlan, plan_run
+from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.plan.totals import total_time
 from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
 from ironlaw.workload.layout import Layout
@@ -101,7 +101,7 @@ def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterRequest
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
     """Plan the layout of a config on `size` ranks. Raises UserError if it cannot run on them."""
-    return StepPlan(config, profile, planned_layout(config, check(config, size)), fabric, size)
+    return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
 
 
 def _between(local: int) -> Link | None:
