@@ -19,7 +19,7 @@ from ironlaw.plan.cluster.intervals import factors
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.plan.measured.read import read_runs
-from ironlaw.plan.measured.validate import ValidationRecord
+from ironlaw.plan.measured.validate import validate
 
 ROOT = Path(__file__).parents[1]
 
@@ -222,7 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("csv", type=Path)
     path = parser.parse_args().csv
-    document = ValidationRecord(path).to_json()
+    document = validate(path).to_json()
     left = {kind: errors_at_a_distance(path, kind) for kind in ("time", "memory")}
     text = (ROOT / "benchmarks" / "accuracy_head.md").read_text(encoding="utf-8").rstrip().splitlines()
     lines = [

@@ -16,7 +16,7 @@ import numpy as np
 
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.measured.calibrate import Calibration
+from ironlaw.plan.measured.calibrate import calibrate
 from ironlaw.plan.measured.read import Run, read_runs
 from ironlaw.plan.measured.validate import Prediction, settled
 
@@ -49,7 +49,7 @@ def record(name: str, fit_on: list[tuple[list[Run], list[Run]]], start: Training
     """Calibrate on the first of each pair, judge on the second."""
     found = []
     for few, rest in fit_on:
-        calibration = Calibration(few, "record", start)
+        calibration = calibrate(few, "record", start)
         before, after = errors(rest, start), errors(rest, calibration.engine)
         found.append(
             (

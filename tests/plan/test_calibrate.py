@@ -12,7 +12,7 @@ from ironlaw.plan.cluster.candidates import TrainingJob
 from ironlaw.plan.cluster.layout_space import lacking
 from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
-from ironlaw.plan.measured.calibrate import CONSTANTS, Calibration, save_profile
+from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate, save_profile
 from ironlaw.plan.measured.read import Run
 from ironlaw.plan.measured.validate import Prediction
 from ironlaw.workload.layout import Layout
@@ -48,7 +48,7 @@ def planned_error(runs: list[Run], planner) -> float:
 
 
 def test_constants_that_the_runs_were_made_with_are_found():
-    found = Calibration(made_up(), "mine")
+    found = calibrate(made_up(), "mine")
     after = {c.name: c.after for c in found.constants}
     assert after["host_layer_seconds"] == pytest.approx(TRUE["host_layer_seconds"], rel=0.15)
     assert after["network_slowdown"] == pytest.approx(TRUE["network_slowdown"], rel=0.25)
@@ -59,7 +59,7 @@ def test_constants_that_the_runs_were_made_with_are_found():
 
 def test_what_runs_say_nothing_of_stays():
     one_node = [run for run in made_up() if run.cluster.count == 8]
-    found = {c.name: c for c in Calibration(one_node, "mine").constants}
+    found = {c.name: c for c in calibrate(one_node, "mine").constants}
     for name in ("network_slowdown", "cp_hidden", "fsdp_hidden", "pp_hidden", "score_traffic"):
         assert found[name].after == pytest.approx(found[name].before, rel=0.02), name
         assert found[name].spread > 0.95
@@ -67,7 +67,7 @@ def test_what_runs_say_nothing_of_stays():
 
 def test_runs_that_fit_already_change_little_and_never_worsen():
     exact = made_up({}, noise=0.03)
-    found = Calibration(exact, "mine")
+    found = calibrate(exact, "mine")
     assert planned_error(made_up({}, noise=0.0), found.engine) < 0.02
     assert found.error_left_out <= found.error_before * 1.25
 
@@ -75,14 +75,14 @@ def test_runs_that_fit_already_change_little_and_never_worsen():
 def test_one_disturbed_run_does_not_decide():
     runs = made_up(noise=0.0)
     runs[3] = replace(runs[3], step_seconds=(runs[3].step_seconds or 0) * 8)
-    found = Calibration(runs, "mine")
+    found = calibrate(runs, "mine")
     others = [run for i, run in enumerate(runs) if i != 3]
     assert planned_error(others, found.engine) < 0.06
 
 
 def test_constants_stay_within_what_hardware_allows():
     wild = [replace(run, step_seconds=(run.step_seconds or 0) / 20) for run in made_up()]
-    found = Calibration(wild, "mine")
+    found = calibrate(wild, "mine")
     for constant, moved in zip(CONSTANTS, found.constants, strict=True):
         assert min(constant.low, moved.before) * 0.999 <= moved.after <= max(constant.high, moved.before) * 1.001
         assert constant.name in MEANING and constant.low < constant.high
@@ -90,16 +90,16 @@ def test_constants_stay_within_what_hardware_allows():
 
 def test_too_few_runs_and_several_engines_are_user_errors():
     with pytest.raises(UserError, match="4 or more"):
-        Calibration(made_up(count=3), "mine")
+        calibrate(made_up(count=3), "mine")
     runs = made_up()
     runs[0] = replace(runs[0], engine=engine("nanotron"))
     with pytest.raises(UserError, match="--from"):
-        Calibration(runs, "mine")
+        calibrate(runs, "mine")
 
 
 def test_profiles_round_trip(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = Calibration(made_up(), "mine", engine("nemo"))
+    found = calibrate(made_up(), "mine", engine("nemo"))
     path = save_profile("mine", found, "my_runs.csv")
     assert path == profile_path("mine") and list(own_profiles()) == ["mine"]
     read = engine("mine")

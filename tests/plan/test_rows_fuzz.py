@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ironlaw.plan.measured.validate import ValidationRecord
+from ironlaw.plan.measured.validate import validate
 
 SIZES = ["", "1", "2.0", "7", "8", "12", "64", "96", "-1", "0", "1e9", "2.5", "many", "nan", "inf", "1,024"]
 FLAGS = ["", "True", "false", "1.0", "yes", "maybe"]
@@ -72,7 +72,7 @@ def test_any_row_is_planned_or_listed(draws, tmp_path: Path):
         writer = csv.DictWriter(stream, ["id", *CELLS])
         writer.writeheader()
         writer.writerows(made)
-    document = ValidationRecord(path).to_json()
+    document = validate(path).to_json()
     listed = {entry["id"]: entry["reason"] for entry in document["not_planned"]}
     planned = {entry["id"]: entry for entry in document["rows"]}
     assert sorted([*listed, *planned]) == sorted(row["id"] for row in made)

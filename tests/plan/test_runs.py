@@ -14,7 +14,7 @@ from ironlaw.plan.measured.accelerator import PACKAGES, accelerator_of
 from ironlaw.plan.measured.network import described_node, resized
 from ironlaw.plan.measured.parsing import read_table
 from ironlaw.plan.measured.read import read_runs
-from ironlaw.plan.measured.validate import ValidationRecord, of_runs
+from ironlaw.plan.measured.validate import of_runs, validate
 
 ROW = {
     "group": "g", "framework": "something new 1.0", "layers": "32.0", "hidden": "4096.0", "heads": "32",
@@ -44,7 +44,7 @@ def test_every_accelerator_gives_a_physical_plan(tmp_path):
     for name in accelerator_names():
         for cells in ({"accelerators": "1"}, {}, {"accelerators": "64", "tp": "4", "pp": "2", "zero": "1"}):
             rows.append(ROW | {"accelerator": name} | cells)
-    record = ValidationRecord(write(tmp_path / "runs.csv", rows))
+    record = validate(write(tmp_path / "runs.csv", rows))
     planned = {run.cluster.accelerator.name for run in record.runs}
     assert planned == set(accelerator_names()) - set(PACKAGES)
     seconds = record.prediction.step_seconds
@@ -288,7 +288,7 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
     pipeline of 405B gradients."""
     plain = {"framework": "somebody's own", "zero": "", "recompute": "full", "accelerator": "h100-sxm-80gb"}
     small, large = (
-        ValidationRecord(write(tmp_path / "runs.csv", [ROW | plain | shape])).runs[0]
+        validate(write(tmp_path / "runs.csv", [ROW | plain | shape])).runs[0]
         for shape in ({"accelerators": "64"}, {"layers": "80", "hidden": "8192", "heads": "64", "ffn": "28672",
                                                "accelerators": "64"})
     )  # fmt: skip
@@ -296,7 +296,7 @@ def test_unknown_software_shards_what_it_must_to_fit(tmp_path):
     assert large.job.layout.zero == 3 and any("zero = 3" in note for note in large.assumed)
     pipeline = plain | {"layers": "126", "hidden": "16384", "heads": "128", "kv_heads": "8", "ffn": "53248", "tp": "8"}
     pipeline |= {"pp": "16", "accelerators": "1024", "seq": "8192", "global_batch": "256", "recompute": ""}
-    (whole,) = ValidationRecord(write(tmp_path / "runs.csv", [ROW | pipeline])).runs
+    (whole,) = validate(write(tmp_path / "runs.csv", [ROW | pipeline])).runs
     assert whole.job.layout.zero == 2  # weights that every micro-batch would gather again stay
 
 
@@ -366,14 +366,14 @@ NEMOTRON = {
 
 def test_a_long_bubble_is_taken_to_be_interleaved_and_the_interval_says_what_hangs_on_it(tmp_path):
     rows = [ROW | NEMOTRON | cells for cells in ({}, {"virtual_stages": "1"}, {"virtual_stages": "6"})]
-    record = ValidationRecord(write(tmp_path / "runs.csv", rows))
+    record = validate(write(tmp_path / "runs.csv", rows))
     open_, plain, stated = record.to_json()["rows"]
     assert record.runs[0].job.layout.virtual_stages == 6 and any(
         "the bubble would cost 44%" in a for a in open_["assumed"]
     )
     assert open_["predicted_step_seconds"] == stated["predicted_step_seconds"] < plain["predicted_step_seconds"] / 1.2
     assert open_["step_interval"][1] > max(plain["predicted_step_seconds"], 1.1 * stated["step_interval"][1])
-    short = ValidationRecord(write(tmp_path / "runs.csv", [ROW | NEMOTRON | {"global_batch": "1024"}])).runs[0]
+    short = validate(write(tmp_path / "runs.csv", [ROW | NEMOTRON | {"global_batch": "1024"}])).runs[0]
     assert short.job.layout.virtual_stages == 1  # 1% of bubble: nothing to interleave for
 
 
@@ -383,9 +383,7 @@ def test_an_unknown_precision_is_a_mixture_of_what_is_run(tmp_path):
     said = [words | {"precision": precision, "group": "said"} for precision in ("bf16", "fp8")]
     open_ = [words | {"precision": "", "group": group} for group in ("alone", "mostly fp8")]
     beside = [words | {"precision": "fp8", "group": "mostly fp8"}] * 5
-    document = ValidationRecord(
-        write(tmp_path / "runs.csv", [ROW | cells for cells in said + open_ + beside])
-    ).to_json()
+    document = validate(write(tmp_path / "runs.csv", [ROW | cells for cells in said + open_ + beside])).to_json()
     bf16, fp8, alone, near, *_ = (row["predicted_step_seconds"] for row in document["rows"])
     assert fp8 < 1.02 * near < alone < bf16
     low, high = document["rows"][2]["step_interval"]
@@ -400,7 +398,7 @@ def test_overlap_of_tensor_parallel_communication_that_nobody_states_widens_the_
     slow = {"framework": "Megatron-LM", "accelerator": "a100-sxm-80gb", "precision": "bf16", "recompute": "none"}
     rows = [ROW | slow | {"tp": tp} for tp in ("1", "8")]
     ratios = [r["predicted_step_seconds"] / r["step_interval"][0]
-              for r in ValidationRecord(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
+              for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]  # fmt: skip
     assert ratios[1] > 1.005 * ratios[0]
 
 
@@ -414,9 +412,7 @@ def test_what_fits_decides_what_a_row_leaves_open(tmp_path):
              "accelerator": "h100-sxm-80gb", "accelerators": "16384", "global_batch": "2048", "recompute": "",
              "zero": "2"}  # fmt: skip
     old = {"framework": "Megatron-LM", "accelerator": "v100-sxm-32gb", "precision": "fp16"}
-    record = ValidationRecord(
-        write(tmp_path / "runs.csv", [ROW | opt, ROW | llama, ROW | old, ROW | old | {"tp": "4"}])
-    )
+    record = validate(write(tmp_path / "runs.csv", [ROW | opt, ROW | llama, ROW | old, ROW | old | {"tp": "4"}]))
     jobs = [run.job for run in record.runs]
     assert jobs[0].layout.micro_batch == 8 and jobs[1].layout.virtual_stages == 4
     assert record.prediction.step_seconds[1] < 1.3 * 6.46  # 400 TFLOP/s, arXiv 2407.21783, table 4
@@ -429,7 +425,7 @@ def test_rows_off_the_cache_lines_are_slower_on_an_a100(tmp_path):
     words = {"framework": "Megatron-DeepSpeed", "accelerator": "a100-sxm-80gb", "tp": "8", "precision": "fp16"}
     sizes = [{"hidden": str(h), "heads": str(h // 128), "ffn": str(4 * h)} for h in (13824, 14400, 14336)]
     rows = [ROW | words | size | {"seq": "2048", "gated_ffn": "0", "kv_heads": ""} for size in sizes]
-    whole, odd, next_ = ValidationRecord(write(tmp_path / "runs.csv", rows)).prediction.step_seconds
+    whole, odd, next_ = validate(write(tmp_path / "runs.csv", rows)).prediction.step_seconds
     assert whole < next_ < 1.1 * whole and 1.15 * next_ < odd < 1.35 * next_
 
 
@@ -443,7 +439,7 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
 def test_software_without_fused_attention_until_lately_is_planned_without_it_and_its_interval_knows(tmp_path):
     said = {"framework": "Megatron-DeepSpeed", "precision": "bf16", "tp": "8", "seq": "8192"}
     rows = [ROW | said | {"attention": attention} for attention in ("", "standard", "flash")]
-    record = ValidationRecord(write(tmp_path / "runs.csv", rows))
+    record = validate(write(tmp_path / "runs.csv", rows))
     unsaid, standard, flash = (row["predicted_step_seconds"] for row in record.rows)
     low, (certain, _), _ = (row["step_interval"] for row in record.rows)
     assert unsaid == standard > 1.1 * flash
@@ -465,7 +461,7 @@ def test_sharded_weights_under_the_software_of_2021_wait_for_ranks_one_by_one(tm
             "micro_batch": micro, "global_batch": count * micro, "zero": 3, "precision": "fp16",
             "step_seconds": 96 * micro * 2048 * layers * hidden**2 * share / rate / 1e12,
         })  # fmt: skip
-    record = ValidationRecord(write(tmp_path / "runs.csv", rows))
+    record = validate(write(tmp_path / "runs.csv", rows))
     assert {run.engine.name for run in record.runs} == {"deepspeed-2021"}  # the paper is older than fused attention
     measured = np.array([run.step_seconds for run in record.runs])
     assert np.abs(record.prediction.step_seconds / measured - 1).max() < 0.2
@@ -491,6 +487,6 @@ def test_jax_repeats_what_its_recipes_do_not_save(tmp_path, framework, model, se
         }
         for count, precision, seconds in published
     ]  # fmt: skip
-    record = ValidationRecord(write(tmp_path / "runs.csv", rows))
+    record = validate(write(tmp_path / "runs.csv", rows))
     measured = np.array([run.step_seconds for run in record.runs])
     assert np.abs(record.prediction.step_seconds / measured - 1).max() < 0.145

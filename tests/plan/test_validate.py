@@ -9,7 +9,7 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.intervals import factors, interval_factors
-from ironlaw.plan.measured.validate import ValidationRecord, _spearman, errors
+from ironlaw.plan.measured.validate import _spearman, errors, validate
 
 COLUMNS = {
     "group": "made-up", "framework": "Megatron-LM", "model": "m", "layers": "24", "hidden": "2048", "heads": "16",
@@ -37,7 +37,7 @@ def test_groups_rows_and_what_cannot_be_planned(tmp_path):
         {"micro_batch": "", "global_batch": ""}, {"framework": "megatrn"}, {"accelerator": "h1000"},
         {"group": "b", "status": "fail"},
     ]  # fmt: skip
-    document = ValidationRecord(write(tmp_path / "runs.csv", rows)).to_json()
+    document = validate(write(tmp_path / "runs.csv", rows)).to_json()
     group = document["groups"]["made-up"]
     assert group["n"] == 6 and group["not_planned"] == 2
     assert set(group["time"]) >= {"n", "median", "mean", "p90", "bias"} and group["time"]["n"] == 4
@@ -54,7 +54,7 @@ def test_groups_rows_and_what_cannot_be_planned(tmp_path):
 
 
 def test_what_a_row_leaves_open_is_said(tmp_path):
-    document = ValidationRecord(write(tmp_path / "runs.csv", [{"dp": "", "recompute": ""}])).to_json()
+    document = validate(write(tmp_path / "runs.csv", [{"dp": "", "recompute": ""}])).to_json()
     assumed = " ".join(document["rows"][0]["assumed"])
     assert "dp = 8" in assumed and "recompute = none" in assumed
 
@@ -65,16 +65,16 @@ def test_a_run_that_would_not_fit_recomputes_no_more_than_it_must(tmp_path):
     rows = [big | {"micro_batch": value} for value in ("1", "2", "4", "32")]
     rows += [big | {"framework": "torchtitan", "tp": "1", "pp": "1", "dp": "32", "zero": "3", "micro_batch": "8",
                     "global_batch": "256"}]  # fmt: skip
-    said = [row["assumed"][-1] for row in ValidationRecord(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]
+    said = [row["assumed"][-1] for row in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]
     blocks = [0 if "none" in words else int(words.split(" of 8")[0][-1]) if " of 8" in words else 8 for words in said]
     assert blocks[0] == 0 and 0 < blocks[1] < blocks[2] <= blocks[3] == 8
     assert blocks[-1] == 8  # this one has no such switch
     fewer = big | {"micro_batch": "2", "recompute": "none"}
-    assert ValidationRecord(write(tmp_path / "runs.csv", [fewer])).to_json()["rows"][0]["fits"] is False
+    assert validate(write(tmp_path / "runs.csv", [fewer])).to_json()["rows"][0]["fits"] is False
 
 
 def test_hardware_that_too_little_is_known_of_does_not_stop_the_others(tmp_path):
-    document = ValidationRecord(
+    document = validate(
         write(tmp_path / "runs.csv", [{}, {"precision": "fp8"}, {"accelerator": "jetson-agx-thor"}])
     ).to_json()
     assert [row["id"] for row in document["rows"]] == ["r0"]
@@ -84,9 +84,7 @@ def test_hardware_that_too_little_is_known_of_does_not_stop_the_others(tmp_path)
 def test_a_described_network_replaces_the_usual_one(tmp_path):
     rows = [{"accelerators": "16", "dp": "16", "interconnect": words} for words in
             ("", "NVLink in node; 100 Gb/s IB per node", "NVLink in node; 8x HDR200 IB per node")]  # fmt: skip
-    planned = [
-        r["predicted_step_seconds"] for r in ValidationRecord(write(tmp_path / "runs.csv", rows)).to_json()["rows"]
-    ]
+    planned = [r["predicted_step_seconds"] for r in validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]]
     assert planned[0] == pytest.approx(planned[2]) and planned[1] > 1.05 * planned[0]
 
 
@@ -98,7 +96,7 @@ def test_errors_of_known_numbers():
 
 def test_a_missing_file_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match="not a file"):
-        ValidationRecord(tmp_path / "none.csv")
+        validate(tmp_path / "none.csv")
 
 
 def test_intervals_contain_the_plan_and_widen_with_distance():
@@ -137,7 +135,7 @@ TARGETS = {  # mean absolute error of step time
 
 @pytest.mark.skipif(not Path(MEASURED).is_file(), reason="set IRONLAW_VALIDATION_CSV to the file of measured runs")
 def test_the_record_on_measured_runs():
-    document = ValidationRecord(Path(MEASURED)).to_json()
+    document = validate(Path(MEASURED)).to_json()
     groups = document["groups"]
     missed = {g: groups[g]["time"]["mean"] for g, most in TARGETS.items() if groups[g]["time"]["mean"] > most}
     assert not missed

@@ -22,7 +22,7 @@ def validate(
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
-    from ironlaw.plan.measured.validate import ValidationRecord
+    from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
     from ironlaw.report.record_view import FOOTER, PAGE, record_view, serving_record_view
 
@@ -32,7 +32,7 @@ def validate(
         document = {"runs": str(runs)} | serving_record(*read_serving(rows))
         return answer(json, document, serving_record_view)
     engine = engine_named(profile) if profile else None
-    document = {"runs": str(runs), "profile": profile} | ValidationRecord(runs, engine).to_json()
+    document = {"runs": str(runs), "profile": profile} | validate_runs(runs, engine).to_json()
     view = record_view(document)
     answer(json, document, lambda _: view)
     if html is not None:
@@ -53,14 +53,15 @@ def calibrate(
 ) -> None:
     from ironlaw.plan.engines.named import engine as engine_named
     from ironlaw.plan.engines.named import profile_path
-    from ironlaw.plan.measured.calibrate import Calibration, save_profile
+    from ironlaw.plan.measured.calibrate import calibrate as fit
+    from ironlaw.plan.measured.calibrate import save_profile
     from ironlaw.plan.measured.read import read_runs
     from ironlaw.report.record_view import calibration_view
 
     profile_path(name)  # raises before anything is fitted
     engine = engine_named(start) if start else None
     read, rejected = read_runs(runs, engine)
-    found = Calibration(read, name, engine)
+    found = fit(read, name, engine)
     path = save_profile(name, found, str(runs))
     document = found.to_json() | {
         "profile": name,

@@ -24,8 +24,8 @@ from ironlaw.plan.request_types import (
     Options,
     PlanOutcome,
     RequestedModel,
-    Work,
     assume_missing,
+    settle,
 )
 from ironlaw.plan.step import plan_run
 
@@ -132,7 +132,7 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
             ("global batch", options.global_batch, f"{THIS_BATCH} sequences", "--global-batch"),
             ("steps", options.steps or options.tokens, f"{THIS_STEPS:,}", "--steps or --tokens"),
         )
-    work = Work(requested.model, options, 1, config)
+    work = settle(requested.model, options, 1, config)
     changed = {"sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps}
     if options.precision:
         changed["precision"] = options.precision  # type: ignore[assignment]

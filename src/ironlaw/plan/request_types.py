@@ -1,6 +1,6 @@
 """Options of `ironlaw plan`, the training run that they describe, and the result. Independent of the cluster planner.
 
-    work = Work(model, Options(tokens="1T"), accelerators=64)
+    work = settle(model, Options(tokens="1T"), accelerators=64)
     work.sequence, work.global_batch, work.steps
     work.assumed[0].name, work.assumed[0].how_to_set
 
@@ -194,6 +194,16 @@ _QUANTITY = re.compile(r"^(\d[\d,_]*\.?\d*(?:e[+-]?\d+)?)\s*([kmbt]?)$", re.IGNO
 _FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
+@dataclass
+class Work:
+    """One training run: `steps` optimizer steps of `global_batch` sequences of `sequence` tokens."""
+
+    sequence: int
+    global_batch: int
+    steps: int
+    assumed: list[Assumption] = field(default_factory=list)
+
+
 def tokens_of(text: str) -> float:
     """Parses a number of tokens: `1T`, `500B`, `2e12`, `1,000,000`. Raises UserError for other text."""
     match = _QUANTITY.match(text.strip())
@@ -205,52 +215,51 @@ def tokens_of(text: str) -> float:
     return number
 
 
-class Work:
-    """One training run: `steps` optimizer steps of `global_batch` sequences of `sequence` tokens. They are those of the
-    options, else of the config file, else stated assumptions."""
+def settle(model: ModelConfig, options: Options, accelerators: int, config: RunConfig | None = None) -> Work:
+    """Returns the run to plan: from the options, else the config file, else stated assumptions."""
+    if options.tokens is not None and options.steps is not None:
+        raise UserError("--tokens and --steps say the same thing twice: give one of them")
+    assumed: list[Assumption] = []
+    sequence = options.sequence or (config.sequence if config else None) or _usual_sequence(model, assumed)
+    if sequence > model.context:
+        raise UserError(
+            f"--seq {sequence} is longer than the context of {model.name}, {model.context} tokens: "
+            f"use --seq {model.context} or less"
+        )
+    batch = options.global_batch or (config.train.global_batch if config else None)
+    batch = batch or _usual_batch(model, sequence, accelerators, assumed)
+    if options.steps is not None:
+        return Work(sequence, batch, options.steps, assumed)
+    if options.tokens is None and config is not None:
+        return Work(sequence, batch, config.train.steps, assumed)
+    tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
+    return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
 
-    def __init__(
-        self, model: ModelConfig, options: Options, accelerators: int, config: RunConfig | None = None
-    ) -> None:
-        if options.tokens is not None and options.steps is not None:
-            raise UserError("--tokens and --steps say the same thing twice: give one of them")
-        self.assumed: list[Assumption] = []
-        self.sequence = options.sequence or (config.sequence if config else None) or self._usual_sequence(model)
-        if self.sequence > model.context:
-            raise UserError(
-                f"--seq {self.sequence} is longer than the context of {model.name}, {model.context} tokens: "
-                f"use --seq {model.context} or less"
-            )
-        batch = options.global_batch or (config.train.global_batch if config else None)
-        self.global_batch = batch or self._usual_batch(model, accelerators)
-        if options.steps is not None:
-            self.steps = options.steps
-        elif options.tokens is None and config is not None:
-            self.steps = config.train.steps
-        else:
-            tokens = tokens_of(options.tokens) if options.tokens is not None else self._usual_tokens(model)
-            self.steps = max(1, math.ceil(tokens / (self.sequence * self.global_batch)))
 
-    def _usual_sequence(self, model: ModelConfig) -> int:
-        sequence, reason = min(model.context, USUAL_SEQUENCE), "the model's context"
-        if sequence < model.context:
-            reason = f"usual for pretraining; the model's context is {model.context:,} (arXiv 2407.21783, 3.4.1)"
-        self.assumed.append(Assumption("sequence", f"{sequence:,} tokens", reason, "--seq"))
-        return sequence
+def _usual_sequence(model: ModelConfig, assumed: list[Assumption]) -> int:
+    sequence = min(model.context, USUAL_SEQUENCE)
+    reason = "the model's context"
+    if sequence < model.context:
+        reason = f"usual for pretraining; the model's context is {model.context:,} (arXiv 2407.21783, 3.4.1)"
+    assumed.append(Assumption("sequence", f"{sequence:,} tokens", reason, "--seq"))
+    return sequence
 
-    def _usual_batch(self, model: ModelConfig, accelerators: int) -> int:
-        """Returns the odd part of the number of accelerators times the power of two nearest to the usual batch."""
-        target = next(tokens for below, tokens in BATCH_TOKENS if model.parameters < below) / self.sequence
-        odd = accelerators // (accelerators & -accelerators)
-        batch = odd * 2 ** max(0, round(math.log2(target / odd)) if target > odd else 0)
-        each = batch * self.sequence / 1e6
-        reason = f"{each:.2f}M tokens per step, usual for this size (arXiv 2005.14165, table 2.1)"
-        self.assumed.append(Assumption("global batch", f"{batch:,} sequences", reason, "--global-batch"))
-        return batch
 
-    def _usual_tokens(self, model: ModelConfig) -> float:
-        tokens = float(TOKENS_PER_PARAMETER * model.parameters)
-        reason = f"{TOKENS_PER_PARAMETER} per parameter, compute-optimal (Chinchilla, arXiv 2203.15556)"
-        shown = f"{tokens / 1e12:.3g}T" if tokens >= 1e12 else f"{tokens / 1e9:.3g}B"
-        self.assumed.append(Assumption("tokens", shown, reason, "--tokens or --steps"))
-        return tokens
+def _usual_batch(model: ModelConfig, sequence: int, accelerators: int, assumed: list[Assumption]) -> int:
+    """Returns the odd part of the number of accelerators times the power of two nearest to the usual batch."""
+    target = next(tokens for below, tokens in BATCH_TOKENS if model.parameters < below) / sequence
+    odd = accelerators
+    while odd % 2 == 0:
+        odd //= 2
+    batch = odd * 2 ** max(0, round(math.log2(target / odd)) if target > odd else 0)
+    reason = f"{batch * sequence / 1e6:.2f}M tokens per step, usual for this size (arXiv 2005.14165, table 2.1)"
+    assumed.append(Assumption("global batch", f"{batch:,} sequences", reason, "--global-batch"))
+    return batch
+
+
+def _usual_tokens(model: ModelConfig, assumed: list[Assumption]) -> float:
+    tokens = float(TOKENS_PER_PARAMETER * model.parameters)
+    reason = f"{TOKENS_PER_PARAMETER} per parameter, compute-optimal (Chinchilla, arXiv 2203.15556)"
+    shown = f"{tokens / 1e12:.3g}T" if tokens >= 1e12 else f"{tokens / 1e9:.3g}B"
+    assumed.append(Assumption("tokens", shown, reason, "--tokens or --steps"))
+    return tokens

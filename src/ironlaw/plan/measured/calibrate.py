@@ -1,6 +1,6 @@
 """Fits the physical constants of an engine on a cluster to a few ordinary step times.
 
-    found = Calibration(runs, "my-cluster")
+    found = calibrate(runs, "my-cluster")
     found.engine, found.constants, found.error_left_out
     save_profile("my-cluster", found, "my_runs.csv")     # ~/.cache/ironlaw/engines/my-cluster.toml, found by its name
 
@@ -99,60 +99,17 @@ class FittedConstant:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Runs that share a system, with the costs that do not depend on the engine's constants."""
-
-    candidates: Candidates
-    costs: StepCosts
-    generation: str
-    index: list[int]
-
-
 class Calibration:
-    """An engine fitted to runs, with its mean absolute relative errors of step time.
+    """An engine fitted to runs, with its mean absolute relative errors of step time."""
 
-    Fits the constants of `start` (or the engine of the runs) to the step times of `runs`. Raises UserError for too few
-    runs, and for runs of several engines: one calibration cannot fit the constants of two.
-    """
-
-    def __init__(self, runs: Sequence[Run], name: str, start: TrainingEngine | None = None) -> None:
-        usable = [r for r in runs if r.ran and r.step_seconds and "time" in r.checks]
-        known, rejected = plannable(usable)
-        if len(known) < MIN_RUNS:
-            why = f"; {rejected[0][2]}" if rejected else ""
-            raise UserError(
-                f"{len(known)} runs with a step time that can be planned: {MIN_RUNS} or more are needed{why}"
-            )
-        names = sorted({run.engine.name for run in known})
-        if start is None and len(names) > 1:
-            raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
-        engine = start or known[0].engine
-        known = settled([replace(run, engine=engine) for run in known])
-        problem = _Problem(known, engine)
-        x = np.zeros(len(CONSTANTS))
-        for _ in range(3):
-            x = problem.minimum(x, np.ones(len(known)))
-            problem.noise = float(np.clip(1.48 * np.median(np.abs(problem.log_errors(x))), *NOISE))
-        before = problem.errors(np.zeros_like(x))
-        left_out = np.empty(len(known))
-        for i in range(len(known)):
-            weights = np.ones(len(known))
-            weights[i] = 0.0
-            left_out[i] = problem.errors(problem.minimum(x, weights, rounds=3))[i]
-        # A plain mean would let one disturbed run decide. If it does not improve, the constants are unchanged.
-        self.improved = bool(_robust_mean(left_out) < _robust_mean(before))
-        chosen = x if self.improved else np.zeros_like(x)
-        values: dict[str, Any] = dict(problem.values(chosen))
-        spreads = problem.posterior(chosen)
-        self.constants = tuple(
-            FittedConstant(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
-            for i, c in enumerate(CONSTANTS)
-        )
-        values |= {"name": name, "frameworks": (), "by_generation": _without(engine, problem.generations)}
-        self.engine, self.start, self.runs = replace(engine, **values), engine.name, len(known)
-        self.error_before = float(before.mean())
-        self.error_in_sample = float(problem.errors(chosen).mean())
-        self.error_left_out = float((left_out if self.improved else before).mean())  # fitted to the others
+    engine: TrainingEngine
+    constants: tuple[FittedConstant, ...]
+    runs: int
+    error_before: float
+    error_in_sample: float
+    error_left_out: float  # each run planned by constants fitted to the others
+    improved: bool  # False: the constants are unchanged
+    start: str = ""  # name of the engine it started from
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -164,6 +121,67 @@ class Calibration:
             },
             "constants": [asdict(constant) for constant in self.constants],
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Runs that share a system, with the costs that do not depend on the engine's constants."""
+
+    candidates: Candidates
+    costs: StepCosts
+    generation: str
+    index: list[int]
+
+
+def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = None) -> Calibration:
+    """Fits the constants of `start` (or the engine of the runs) to the step times of `runs`."""
+    usable = [r for r in runs if r.ran and r.step_seconds and "time" in r.checks]
+    known, rejected = plannable(usable)
+    if len(known) < MIN_RUNS:
+        why = f"; {rejected[0][2]}" if rejected else ""
+        raise UserError(f"{len(known)} runs with a step time that can be planned: {MIN_RUNS} or more are needed{why}")
+    engine = start or the_engine(known)
+    known = settled([replace(run, engine=engine) for run in known])
+    problem = _Problem(known, engine)
+    x = np.zeros(len(CONSTANTS))
+    for _ in range(3):
+        x = problem.minimum(x, np.ones(len(known)))
+        problem.noise = float(np.clip(1.48 * np.median(np.abs(problem.log_errors(x))), *NOISE))
+    before = problem.errors(np.zeros_like(x))
+    left_out = np.empty(len(known))
+    for i in range(len(known)):
+        weights = np.ones(len(known))
+        weights[i] = 0.0
+        left_out[i] = problem.errors(problem.minimum(x, weights, rounds=3))[i]
+    # A plain mean would let one disturbed run decide.
+    improved = bool(_robust_mean(left_out) < _robust_mean(before))
+    chosen = x if improved else np.zeros_like(x)
+    values: dict[str, Any] = dict(problem.values(chosen))
+    spreads = problem.posterior(chosen)
+    constants = tuple(
+        FittedConstant(c.name, *MEANING[c.name], float(getattr(engine, c.name)), values[c.name], float(spreads[i]))
+        for i, c in enumerate(CONSTANTS)
+    )
+    values |= {"name": name, "frameworks": (), "by_generation": _without(engine, problem.generations)}
+    fitted = replace(engine, **values)
+    return Calibration(
+        engine=fitted,
+        constants=constants,
+        runs=len(known),
+        error_before=float(before.mean()),
+        error_in_sample=float(problem.errors(chosen).mean()),
+        error_left_out=float((left_out if improved else before).mean()),
+        improved=improved,
+        start=engine.name,
+    )
+
+
+def the_engine(runs: Sequence[Run]) -> TrainingEngine:
+    """Returns the engine of all runs. Raises UserError for several: one calibration cannot fit the constants of two."""
+    names = sorted({run.engine.name for run in runs})
+    if len(names) > 1:
+        raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
+    return runs[0].engine
 
 
 def _robust_mean(errors: Array) -> float:

@@ -1,6 +1,6 @@
 """The planner's record on measured runs: errors by group beside a trivial baseline, ranking, regret, feasibility.
 
-    record = ValidationRecord(Path("runs.csv"))
+    record = validate(Path("runs.csv"))
     record.to_json()        # {"groups": {...}, "overall": {...}, "rows": [...], "not_planned": [...]}
 
 Errors are relative to the measurement: (planned - measured) / measured. Bias is the median signed error. The baseline
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -169,93 +169,54 @@ def not_planned(rejected: Sequence[Rejected]) -> list[dict[str, str]]:
     return [{"id": identity, "group": group, "reason": reason} for identity, group, reason in rejected]
 
 
+@dataclass
 class ValidationRecord:
-    """The plans of all runs of a CSV file beside their measurements: a row per run, and errors by group.
+    """The results of `validate`: a row per run, and errors by group."""
 
-    `engine` replaces that of every row.
-    """
-
-    def __init__(self, path: Path, engine: TrainingEngine | None = None) -> None:
-        read, unread = read_runs(path, engine)
-        known, unknown = plannable(read)
-        self.rejected = [*unread, *unknown]
-        self.runs = runs = settled(known)
-        self.prediction = p = Prediction(runs)
-        stated = widened(runs, p.step_seconds, interval("time", runs, p.step_seconds))
-        p.step_seconds, *bounds = mixed(runs, p.step_seconds, stated)
-        # FLOPs per accelerator; the baseline runs them at one constant fraction of its dense peak.
-        flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
-        planned = {
-            "predicted_step_seconds": p.step_seconds, "predicted_peak_bytes": p.reported_bytes,
-            "step_interval": np.stack(bounds, axis=1),
-            "peak_interval": np.stack(interval("memory", runs, p.reported_bytes), axis=1),
-            "baseline_step_seconds": flops / (p.peak_flops_per_second * BASELINE_FRACTION),
-            "baseline_peak_bytes": of_runs(runs, baseline_bytes),
-        }  # fmt: skip
-        self.rows: list[dict[str, Any]] = [
-            {
-                "id": run.id, "group": run.group, "engine": run.engine.name,
-                "accelerator": run.cluster.accelerator.name, "accelerators": run.cluster.count, "ran": run.ran,
-                "checks": run.checks, **{name: column[i].tolist() for name, column in planned.items()},
-                "step_seconds": run.step_seconds, "peak_bytes": run.peak_bytes, "fits": bool(p.fits[i]),
-                "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]), "assumed": list(run.assumed),
-            }
-            for i, run in enumerate(runs)
-        ]  # fmt: skip
-        self.groups: dict[str, dict[str, Any]] = {}
-        for name in dict.fromkeys([run.group for run in runs] + [group for _, group, _ in self.rejected]):
-            self.groups[name] = self._summary([i for i, run in enumerate(runs) if run.group == name], name)
-        self.overall = self._summary(list(range(len(runs))), None)
+    runs: list[Run]
+    prediction: Prediction
+    rows: list[dict[str, Any]]
+    rejected: list[Rejected]
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    overall: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         missing = not_planned(self.rejected)
         return {"groups": self.groups, "overall": self.overall, "rows": self.rows, "not_planned": missing}
 
-    def _summary(self, index: list[int], group: str | None) -> dict[str, Any]:
-        missing = sum(group in (None, of) for _, of, _ in self.rejected)
-        summary: dict[str, Any] = {"n": len(index) + missing}
-        known = {}
-        for key, name, interval in (
-            ("time", "step_seconds", "step_interval"), ("memory", "peak_bytes", "peak_interval"),
-        ):  # fmt: skip
-            rows = {i: row for i in index if (row := self.rows[i])["ran"] and row[name] and key in row["checks"]}
-            planned, measured, baseline = (
-                np.array([row[column] for row in rows.values()], dtype=float)
-                for column in (f"predicted_{name}", name, f"baseline_{name}")
-            )
-            inside = [row[interval][0] <= row[name] <= row[interval][1] for row in rows.values()]
-            known[key] = list(rows)
-            summary[key] = errors(planned, measured) | {
-                "coverage": float(np.mean(inside)) if inside else None, "baseline": errors(baseline, measured),
-            }  # fmt: skip
-        summary["regret"] = self._ranking_of_groups() if group is None else self._ranking(known["time"])
-        fits = self.prediction.fits
-        counts = Counter((self.runs[i].ran, bool(fits[i])) for i in index)
-        summary["fits"] = {
-            "ran_said_to_fit": counts[True, True],
-            "ran_denied": counts[True, False],
-            "failed_said_to_fit": counts[False, True],
-            "failed_denied": counts[False, False],
+
+def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
+    """Plans every run of a CSV file and compares it with its measurements. `engine` replaces that of every row."""
+    read, unread = read_runs(path, engine)
+    known, unknown = plannable(read)
+    runs = settled(known)
+    p = Prediction(runs)
+    stated = widened(runs, p.step_seconds, interval("time", runs, p.step_seconds))
+    p.step_seconds, *bounds = mixed(runs, p.step_seconds, stated)
+    # FLOPs per accelerator; the baseline runs them at one constant fraction of its dense peak.
+    flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
+    planned = {
+        "predicted_step_seconds": p.step_seconds, "predicted_peak_bytes": p.reported_bytes,
+        "step_interval": np.stack(bounds, axis=1),
+        "peak_interval": np.stack(interval("memory", runs, p.reported_bytes), axis=1),
+        "baseline_step_seconds": flops / (p.peak_flops_per_second * BASELINE_FRACTION),
+        "baseline_peak_bytes": of_runs(runs, baseline_bytes),
+    }  # fmt: skip
+    rows = [
+        {
+            "id": run.id, "group": run.group, "engine": run.engine.name,
+            "accelerator": run.cluster.accelerator.name, "accelerators": run.cluster.count, "ran": run.ran,
+            "checks": run.checks, **{name: column[i].tolist() for name, column in planned.items()},
+            "step_seconds": run.step_seconds, "peak_bytes": run.peak_bytes, "fits": bool(p.fits[i]),
+            "over_limit": float(p.highest_bytes[i] / p.limit_bytes[i]), "assumed": list(run.assumed),
         }
-        summary["not_planned"] = missing
-        return summary
-
-    def _ranking(self, timed: list[int]) -> dict[str, Any]:
-        """Returns the regret of `n` choices: throughput of the layout the plan picks over that of the best measured
-        one. 1: the best layout every time. Also Spearman's rank correlation of planned and measured step times."""
-        regrets, correlations = [], []
-        for index in same_work(self.runs, timed).values():
-            measured = np.array([self.runs[i].step_seconds for i in index], dtype=float)
-            planned = self.prediction.step_seconds[index]
-            regrets.append(float(measured.min() / measured[planned.argmin()]))
-            correlations.append(_spearman(planned, measured))
-        return _choices(len(regrets), regrets, min(regrets, default=0.0), correlations)
-
-    def _ranking_of_groups(self) -> dict[str, Any]:
-        """Returns means over the groups that vary the layout on the same work."""
-        known = [g["regret"] for g in self.groups.values() if g["regret"]["n"]]
-        means, correlations = ([g[name] for g in known] for name in ("mean", "rank_correlation"))
-        return _choices(sum(g["n"] for g in known), means, min((g["worst"] for g in known), default=0.0), correlations)
+        for i, run in enumerate(runs)
+    ]  # fmt: skip
+    record = ValidationRecord(runs, p, rows, [*unread, *unknown])
+    for name in dict.fromkeys([run.group for run in runs] + [group for _, group, _ in record.rejected]):
+        record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
+    record.overall = _summary(record, list(range(len(runs))), None)
+    return record
 
 
 def baseline_bytes(candidates: Candidates) -> Array:
@@ -283,6 +244,34 @@ def errors(predicted: Array, measured: Array) -> dict[str, Any]:
     }
 
 
+def _summary(record: ValidationRecord, index: list[int], group: str | None) -> dict[str, Any]:
+    missing = sum(group in (None, of) for _, of, _ in record.rejected)
+    summary: dict[str, Any] = {"n": len(index) + missing}
+    known = {}
+    for key, name, interval in (("time", "step_seconds", "step_interval"), ("memory", "peak_bytes", "peak_interval")):
+        rows = {i: row for i in index if (row := record.rows[i])["ran"] and row[name] and key in row["checks"]}
+        planned, measured, baseline = (
+            np.array([row[column] for row in rows.values()], dtype=float)
+            for column in (f"predicted_{name}", name, f"baseline_{name}")
+        )
+        inside = [row[interval][0] <= row[name] <= row[interval][1] for row in rows.values()]
+        known[key] = list(rows)
+        summary[key] = errors(planned, measured) | {
+            "coverage": float(np.mean(inside)) if inside else None, "baseline": errors(baseline, measured),
+        }  # fmt: skip
+    summary["regret"] = _ranking_of_groups(record) if group is None else ranking(record, known["time"])
+    summary["fits"] = _feasibility(record, index)
+    summary["not_planned"] = missing
+    return summary
+
+
+def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
+    """Returns means over the groups that vary the layout on the same work."""
+    known = [g["regret"] for g in record.groups.values() if g["regret"]["n"]]
+    means, correlations = ([g[name] for g in known] for name in ("mean", "rank_correlation"))
+    return _choices(sum(g["n"] for g in known), means, min((g["worst"] for g in known), default=0.0), correlations)
+
+
 def _choices(n: int, regrets: list[float], worst: float, correlations: list[float]) -> dict[str, Any]:
     if not n:
         return {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
@@ -306,12 +295,37 @@ def _layout(run: Run) -> tuple[Any, ...]:
     return tuple(getattr(run.job.layout, name) for name in SAME_LAYOUT)
 
 
+def ranking(record: ValidationRecord, timed: list[int]) -> dict[str, Any]:
+    """Returns the regret of `n` choices: throughput of the layout the plan picks over that of the best measured one.
+
+    1: the best layout every time. Also Spearman's rank correlation of planned and measured step times.
+    """
+    regrets, correlations = [], []
+    for index in same_work(record.runs, timed).values():
+        measured = np.array([record.runs[i].step_seconds for i in index], dtype=float)
+        planned = record.prediction.step_seconds[index]
+        regrets.append(float(measured.min() / measured[planned.argmin()]))
+        correlations.append(_spearman(planned, measured))
+    return _choices(len(regrets), regrets, min(regrets, default=0.0), correlations)
+
+
 def _spearman(a: Array, b: Array) -> float:
     # Equal values share the mean of their ranks.
     x, y = (((v[:, None] > v).sum(axis=1) + (v[:, None] >= v).sum(axis=1)).astype(float) for v in (a, b))
     if x.std() == 0 or y.std() == 0:
         return 0.0
     return float(np.corrcoef(x, y)[0, 1])
+
+
+def _feasibility(record: ValidationRecord, index: list[int]) -> dict[str, int]:
+    fits = record.prediction.fits
+    counts = Counter((record.runs[i].ran, bool(fits[i])) for i in index)
+    return {
+        "ran_said_to_fit": counts[True, True],
+        "ran_denied": counts[True, False],
+        "failed_said_to_fit": counts[False, True],
+        "failed_denied": counts[False, False],
+    }
 
 
 def interval(quantity: str, runs: Sequence[Run], planned: Array) -> tuple[Array, Array]:

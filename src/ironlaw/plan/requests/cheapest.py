@@ -20,7 +20,7 @@ from ironlaw.catalog.accelerators import accelerator, accelerator_names
 from ironlaw.catalog.nodes import Cluster, Node, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
-from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, Work
+from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, settle
 from ironlaw.plan.requests.advice import MAX_ACCELERATORS, fastest
 from ironlaw.plan.requests.cluster import plan_work, request_of, software_for, tried_in_turn
 from ironlaw.plan.requests.hardware import has_count, parse_hardware
@@ -78,7 +78,7 @@ class _Decoder:
 
     def __init__(self, requested: RequestedModel, options: Options) -> None:
         self.requested, self.options = requested, options
-        self.work = Work(requested.model, options, 1, requested.config)
+        self.work = settle(requested.model, options, 1, requested.config)
         self.tokens = self.work.steps * self.work.global_batch * self.work.sequence
         self.most = MAX_ACCELERATORS
 

@@ -26,7 +26,7 @@ from ironlaw.plan.emit.trainers import emit, trainer_named
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
-from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work
+from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
 from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
 from ironlaw.plan.requests.replicas import plan_adapters
@@ -43,7 +43,7 @@ def plan_on_cluster(requested: RequestedModel, on: str, options: Options) -> Pla
     if layout is None and cluster.count == 1 and config and config.train.offload != "none":
         # A config with offloading determines the whole layout of a single device.
         layout = Layout(micro_batch=config.micro_batch, recompute=config.recompute, offload=config.train.offload)
-    work = Work(requested.model, options, cluster.count, config)
+    work = settle(requested.model, options, cluster.count, config)
     work.assumed += assumed
     return plan_work(requested, cluster, work, options, layout)
 

@@ -22,8 +22,8 @@ from ironlaw.plan.request_types import (
     Options,
     PlanOutcome,
     RequestedModel,
-    Work,
     assume_missing,
+    settle,
 )
 from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
@@ -199,7 +199,7 @@ def adapter_config(requested: RequestedModel, options: Options, replicas: int) -
     if whole != batch and has_file:
         why = f"{batch} do not divide among {replicas} replicas"
         assumed.append(Assumption("global batch", f"{whole} sequences", why, "--global-batch"))
-    work = Work(config.model, replace(options, sequence=given or usual, global_batch=whole), replicas, config)
+    work = settle(config.model, replace(options, sequence=given or usual, global_batch=whole), replicas, config)
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
