@@ -119,12 +119,13 @@ def test_wide_results_float64_and_optimizers_made_anew_have_lines(tmp_path: Path
 def test_vanishing_numbers_slow_operations_and_passes_for_parts_of_a_batch_have_lines(tmp_path: Path) -> None:
     model = nn.Linear(16, 128)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    energy, rows = torch.full((1024, 128), 1e-20), [0.5] * 100_000
+    # Few denormal numbers and long rows to sort: on some processors a denormal result takes a hundred times as long.
+    energy, rows = torch.full((128, 128), 1e-20), [0.5] * 100_000
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
             loss = torch.zeros(())
             for _ in range(8):
-                out = model(torch.randn(256, 16))  # APART
+                out = model(torch.randn(1024, 16))  # APART
                 tiny = energy * energy  # TINY
                 torch.tensor(rows)  # HELD
                 ranks = out.argsort(-1)  # SORT
@@ -162,8 +163,9 @@ def test_matrices_that_are_decomposed_and_causal_masks_have_lines(causal: bool, 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("dimensions", [3, 4])
 def test_attention_that_a_mask_of_three_dimensions_keeps_from_its_kernel_has_a_line(
-    dimensions: int, tmp_path: Path
+    dimensions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ironlaw.observe.close_look.share_saved_without", lambda *_, **__: 0.5)  # on any processor
     model = nn.Linear(16, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mask = torch.randn(8, 512, 512)

@@ -40,7 +40,7 @@ from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
 from ironlaw.workload.trace_kernels import tensors
 
 MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
-MIN_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
+MIN_SAVED = 0.3  # of an operation that is tried otherwise: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
 UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
 VOCABULARY = "vocabulary_unused"
