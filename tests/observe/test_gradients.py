@@ -367,6 +367,51 @@ def test_what_is_made_of_a_guess_is_a_check_too_unless_the_model_learns_from_it(
 
 
 @pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("use", ["none", "update", "by hand", "input"])
+def test_gradients_that_a_loop_asks_for_are_a_check_unless_something_learns_from_them(use: str, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    weights = list(model.parameters())
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(4, 8, requires_grad=True)
+            loss = model(x).square().mean()
+            found = torch.autograd.grad(loss, x if use == "input" else weights, retain_graph=True)  # GRAD
+            if use == "update":
+                for weight, gradient in zip(weights, found, strict=True):
+                    weight.grad = 2 * gradient
+            elif use == "by hand":
+                with torch.no_grad():
+                    torch._foreach_sub_(weights, found)
+            elif use == "input":  # as in adversarial training
+                model((x + found[0].sign()).detach()).square().mean().backward()
+            if use in ("none", "by hand"):
+                found[0].norm()
+                model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    unread = facts_of(tmp_path / "run")["values_unread"]
+    places = [unread["place"], *unread["lines"]] if unread is not None else []
+    assert any("# GRAD" in line(place) for place in places) is (use == "none")
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_gradients_that_a_loop_fills_with_zeros_itself(by_hand: bool, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(8):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                gradient, parameter.grad = parameter.grad, parameter.grad if by_hand else None
+                assert gradient is not None
+                gradient.zero_()
+    zeroed = facts_of(tmp_path / "run")["gradients_zeroed"]
+    assert ("zero_" in line(zeroed["place"])) if by_hand else zeroed is None
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_a_model_that_is_differentiated_by_its_inputs_has_no_idle_gradients_and_no_slow_line(tmp_path: Path) -> None:
     """As in physics-informed training."""
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))

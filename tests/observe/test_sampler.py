@@ -167,12 +167,20 @@ def test_looks_at_gaps_are_told_from_passes_and_all_lines_of_an_update_are_kept(
 @pytest.mark.parametrize("same", [True, False])
 def test_a_module_that_is_given_the_same_tensors_again_has_a_line(same: bool) -> None:
     """Prompts whose embeddings do not change, and not a teacher of every batch."""
-    module, given = torch.nn.Linear(4, 4), torch.randn(2, 4)
-    with StackSampler(Partition()) as sampler, torch.no_grad():
+    modules, given = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.randn(2, 4)
+    partition, now = Partition(), ClockReading(0.0, 0.0, 0.0)
+    with StackSampler(partition) as sampler, torch.no_grad():
         for _ in range(3):
-            module(given if same else given.clone())
-    again = sampler.facts([])["module_again"]
-    assert (again is not None and __file__ in again["place"]) is same
+            modules(given.clone())
+            modules(given if same else given.clone())
+            modules(given if same else given.clone())  # HERE
+    sampler._samples = [(Interval(now, now), [line], line, "module") for line in sampler._again for _ in range(4)]
+    again = sampler.module_again()
+    assert (again is not None) is same
+    if again is not None:
+        number = int(again["place"].rpartition(":")[2])
+        assert "# HERE" in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
+        assert again["part"] == pytest.approx(1 / 3)  # of three lines alike
 
 
 @pytest.mark.parametrize("grows", [True, False])

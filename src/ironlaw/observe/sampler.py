@@ -48,7 +48,8 @@ class StackSampler:
         self._other_threads: dict[int, Counter[str]] = defaultdict(Counter)  # other thread -> its lines
         # Module -> tensors and weights of its last call, with their versions.
         self._last_inputs: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
-        self._repeated: Counter[str] = Counter()  # lines where a module was given the same again
+        self._again: dict[str, list[bool]] = defaultdict(list)  # line -> whether its modules were given the same again
+        self._depth = 0  # of calls of modules within each other
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -56,14 +57,19 @@ class StackSampler:
         sys.setswitchinterval(SWITCH_SECONDS)  # or it looks only where something lets go of the interpreter's lock
         self._thread = threading.Thread(target=self._run, name="ironlaw-sampler", daemon=True)
         self._began = time.perf_counter(), _computed_seconds()
-        self._handle = nn.modules.module.register_module_forward_pre_hook(self._module_called)
+        hooks = nn.modules.module
+        self._handles = [
+            hooks.register_module_forward_pre_hook(self._module_called),
+            hooks.register_module_forward_hook(self._module_left, always_call=True),
+        ]
         self._loop.begin()
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._loop.end()
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         self._ended.set()
         self._thread.join()
         ran, before = time.perf_counter() - self._began[0], self._began[1]
@@ -95,15 +101,19 @@ class StackSampler:
             self._places[place] += 1
 
     def _module_called(self, module: nn.Module, args: Any) -> None:
-        """Count calls of a module beside the observed model with the same tensors and weights as the last time: the
-        result is the same, so that one call would do."""
-        if torch.is_grad_enabled() or self._partition.running is not None:
+        """Look whether a module beside the observed model is called with the same tensors and weights as the last time:
+        the result is the same, so that one call would do."""
+        self._depth += 1
+        if self._depth > 1 or torch.is_grad_enabled() or self._partition.running is not None:
             return
-        given, before = [*tensors(args), *module.parameters()], self._last_inputs.get(id(module), [])
-        alike = [ref() is t and version == t._version for t, (ref, version) in zip(given, before, strict=False)]
-        if len(given) == len(before) and all(alike):
-            self._repeated[user_line(None, self._loop.functions)] += 1
+        given, before = [*tensors(args), *module.parameters()], self._last_inputs.get(id(module))
+        if before is not None:
+            alike = [ref() is t and version == t._version for t, (ref, version) in zip(given, before, strict=False)]
+            self._again[user_line(None, self._loop.functions)].append(len(given) == len(before) and all(alike))
         self._last_inputs[id(module)] = [(weakref.ref(t), t._version) for t in given]
+
+    def _module_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(0, self._depth - 1)  # one may have begun before the recording
 
     def lines(self, steps: Sequence[Sequence[Interval]] = ()) -> dict[str, list[tuple[str, float]]]:
         """Returns the user's lines in which each phase spends most time, with their shares of it. For the loop's own
@@ -137,12 +147,20 @@ class StackSampler:
         gaps = [what for interval, _, _, what in self._samples if interval.phase in (None, Phase.HOST)]
         return gaps.count(wanted) / len(gaps) if gaps else None
 
+    def module_again(self) -> dict[str, Any] | None:
+        """Returns the line with most calls of modules that were given the same again, and the fraction that all of them
+        take: of the calls of a line with their inputs before, as many as repeat them."""
+        repeated = {line: sum(alike) / len(alike) for line, alike in self._again.items()}
+        gaps = [(outer, what) for interval, _, outer, what in self._samples if interval.phase in (None, Phase.HOST)]
+        part = sum(repeated.get(outer, 0.0) for outer, what in gaps if what == "module") / max(1, len(gaps))
+        place = max(self._again, key=lambda line: sum(self._again[line]), default=None)
+        return {"place": place, "part": part} if any(repeated.values()) else None
+
     def facts(self, steps: Sequence[Sequence[Interval]]) -> dict[str, Any]:
-        module = self.fraction("module")
         return {
             "data_stage": _most(self._stages), "data_place": _most(self._places),
-            "logging_fraction": self.fraction("logs"), "module_fraction": module,
-            "module_again": {"place": _most(self._repeated), "part": module or 0.0} if self._repeated else None,
+            "logging_fraction": self.fraction("logs"), "module_fraction": self.fraction("module"),
+            "module_again": self.module_again(),
             "busy_thread": self.busy_thread(), "lines": self.lines(steps),
         }  # fmt: skip
 
