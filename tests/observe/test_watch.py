@@ -197,6 +197,20 @@ def test_skipped_updates_are_counted(tmp_path: Path) -> None:
     assert ledger.facts["skipped_updates"] == 1 and ledger.facts["steps_done"] == 12
 
 
+def test_gradients_that_a_loop_asks_for_are_part_of_its_loss(tmp_path: Path) -> None:
+    """As those of the inner loop of meta learning, between two forward passes."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.register_hook(lambda gradient: time.sleep(0.01))
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(8):
+            for _ in range(3):
+                torch.autograd.grad(model(torch.randn(4, 8)).sum(), [*model.parameters()], create_graph=True)
+            optimizer.step()
+    phases = Ledger.load(tmp_path / "run" / "ledger.json").phase_seconds
+    assert phases[Phase.FORWARD] > 0.03
+
+
 def test_gaps_are_named_by_their_neighbours_and_by_what_the_thread_did() -> None:
     partition = Partition()
     partition.start()

@@ -74,10 +74,11 @@ class Partition:
         now = self._now()
         self.intervals = [Interval(now, now)]
 
-    def begin(self, phase: Phase) -> None:
+    def begin(self, phase: Phase, like: Phase | None = None) -> None:
+        """`like`: the gap before it is named as one before this phase."""
         if not self.intervals:
             return
-        self._close(phase)
+        self._close(like or phase)
         self._stack.append(phase)
         self.intervals[-1].phase = phase
 
@@ -93,9 +94,9 @@ class Partition:
             self.intervals[-1].after = ended
 
     @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
+    def within(self, phase: Phase, like: Phase | None = None) -> Iterator[None]:
         """The phase lasts as long as the block."""
-        self.begin(phase)
+        self.begin(phase, like)
         try:
             yield
         finally:
