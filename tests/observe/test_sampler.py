@@ -18,11 +18,9 @@ import torch
 
 import ironlaw
 from ironlaw.ledger import Phase
-from ironlaw.observe.growth import StepGrowth
-from ironlaw.observe.loop_lines import LoopLines
 from ironlaw.observe.partition import ClockReading, Interval, Partition
-from ironlaw.observe.sampler import StackSampler, activity_of, data_stage_of
-from ironlaw.observe.user_code import stacks
+from ironlaw.observe.sampler import StackSampler, StepGrowth, activity_of, data_stage_of
+from ironlaw.observe.user_code import LoopLines, stacks
 
 
 def while_running(work: Callable[[threading.Event], None], look: Callable[[FrameType], Any]) -> Any:

@@ -148,7 +148,7 @@ def test_accumulation_and_sync_points_are_found(tmp_path: Path) -> None:
     ledger = run_loop(tmp_path / "run", accumulate=2, read=True)
     assert ledger.facts["accumulation"] == 2
     points = [p for p in ledger.facts["sync_points"] if p["call"] == "item"]
-    assert len(points) == 1 and points[0]["per_step"] == 2
+    assert len(points) == 1 and points[0]["per_step"] == 2 and 0 < sum(points[0]["parts"].values()) < 1
     file, _, line = points[0]["place"].rpartition(":")
     assert file == __file__ and "loss.item()" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
 

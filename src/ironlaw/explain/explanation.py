@@ -14,13 +14,11 @@ from ironlaw.explain.diagnose import Diagnosis, diagnose
 from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
-from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
 from ironlaw.explain.remedy import Remedy, RemedyKind
-from ironlaw.explain.roofline import roofline
-from ironlaw.explain.waterfall import waterfall
+from ironlaw.explain.waterfall import roofline, waterfall
 from ironlaw.files import read_json_lines, read_text
-from ironlaw.ledger import Ledger, relative_error
+from ironlaw.ledger import Ledger, Phase, relative_error
 from ironlaw.machine.profile import Profile, load_profile
 
 SCHEMA_VERSION = 1
@@ -256,3 +254,50 @@ def _is_number(value: Any) -> bool:
 def _row(totals: dict[str, GapRow], name: str) -> dict[str, Any]:
     row = totals.get(name, GapRow(name, None, None)).to_json()
     return {key: value for key, value in row.items() if key != "name"}
+
+
+def ranks_document(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
+    """Returns figures of a mean rank and step; None for a run of one process. What was not measured is None."""
+    by_rank = run.facts.get("by_rank")
+    if not by_rank:
+        return None
+    stages = plan.facts.get("stages", [])
+    return {
+        "ranks": len(by_rank),
+        "layout": plan.facts.get("layout"),
+        "communication": _communication(plan, run, by_rank),
+        "spread": run.facts.get("spread", []),
+        "memory": [_memory(stage, by_rank) for stage in stages],
+        "by_rank": by_rank,
+    }
+
+
+def _communication(plan: Ledger, run: Ledger, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    planned = {line.operation: line for line in plan.select(phase=Phase.COMMUNICATION)}
+    found = {line.operation: line for line in run.select(phase=Phase.COMMUNICATION)}
+    rows = []
+    for name in sorted({*planned, *found}):
+        there, here = planned.get(name), found.get(name)
+        takes = [t["seconds"] for one in by_rank for t in one["communication"]
+                 if f"{t['dimension']} {t['kind']}" == name]  # fmt: skip
+        known = [seconds for seconds in takes if seconds is not None]
+        seconds = sum(known) / len(by_rank) if known and len(known) == len(takes) else None
+        exposed = here.seconds if here else None
+        rows.append({
+            "name": name, "planned_bytes": there.bytes_moved if there else None,
+            "bytes": here.bytes_moved if here else None, "count": here.count if here else None,
+            "planned_exposed_seconds": there.seconds if there else None, "exposed_seconds": exposed,
+            "seconds": seconds,
+            "hidden_seconds": None if seconds is None or exposed is None else max(0.0, seconds - exposed),
+        })  # fmt: skip
+    return rows
+
+
+def _memory(stage: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    held = [one["peak_bytes"] for one in by_rank
+            if one["position"] == stage["position"] and one["peak_bytes"] is not None]  # fmt: skip
+    most = max(held, default=None)
+    return {
+        "position": stage["position"], "planned": stage["peak_bytes"], "measured": most,
+        "error": relative_error(most, stage["peak_bytes"]),
+    }  # fmt: skip

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import (
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.gradients import graph_of
-from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.operation_checks import (
     MATRIX_PRODUCTS,
     CountedCall,
@@ -36,7 +35,7 @@ from ironlaw.observe.operation_checks import (
     zero_part,
 )
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
+from ironlaw.observe.user_code import LineTrace, is_users, line_of, user_frames, user_line
 from ironlaw.workload.trace_kernels import tensors
 
 MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
@@ -193,8 +192,8 @@ class CloseLook(TorchDispatchMode):
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
         self._add_nodes((line, kinds, 0.0, lines))  # of a graph of the graph
         is_pass, own = self._partition.running is Phase.BACKWARD, user_line()  # else it is torch.autograd.grad
-        given = {t.data_ptr() for t in dense(args)}
-        for made in (t for t in dense(result) if t.data_ptr() not in given):  # no views
+        operands = {t.data_ptr() for t in dense(args)}
+        for made in (t for t in dense(result) if t.data_ptr() not in operands):  # no views
             self._made_by.pop(made.data_ptr(), None)
             if not is_pass:
                 self._made_by[made.data_ptr()] = own

@@ -279,11 +279,11 @@ def _sync_points(traced: _Traced) -> list[dict[str, Any]]:
     found: SyncPoints = defaultdict(list)
     for span in traced.spans:
         if span.event.name in ("aten::item", "aten::is_nonzero") and traced.inside(span.event):
-            found[_line_of(span), "item"].append((span.event.end - span.event.start) / 1e9)
+            found[_line_of(span), "item"].append(((span.event.end - span.event.start) / 1e9, None))
     if not found:
         for event in traced.events:
             if event.where == RUNTIME and _SYNC.search(event.name) and traced.inside(event):
-                found[event.name, "item"].append((event.end - event.start) / 1e9)
+                found[event.name, "item"].append(((event.end - event.start) / 1e9, None))
     return describe_sync_points(found, len(traced.steps))
 
 
