@@ -24,7 +24,7 @@ from ironlaw.plan.cluster.candidates import Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
 from ironlaw.plan.cluster.system import system_of, under_pressure
-from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.cluster.timeline import Times
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import engines
 from ironlaw.plan.measured.read import Run, read_runs
@@ -144,7 +144,7 @@ def put(engine: TrainingEngine, values: dict[str, float]) -> TrainingEngine:
 def predicted(block: Block, engine: TrainingEngine, kind: str) -> np.ndarray:
     engine = engine.on(block.generation)
     if kind == "time":
-        return assemble(block.costs, block.candidates, engine).step_seconds
+        return Times(block.costs, block.candidates, engine).step_seconds
     return reported_bytes(block.candidates, engine)
 
 
@@ -303,7 +303,7 @@ def log_errors(runs: list[Run], engine: TrainingEngine, kind: str) -> list[tuple
         where = system_of(part[0].cluster, engine, part[0].precision)  # with what its precision casts and keeps
         candidates = candidates_of_jobs([r.job for r in part])
         if kind == "time":
-            seconds = assemble(step_costs(candidates, where), candidates, where.engine).step_seconds
+            seconds = Times(step_costs(candidates, where), candidates, where.engine).step_seconds
             planned = under_pressure(seconds, peak_memory(candidates, where.engine).total, where)
         else:
             planned = reported_bytes(candidates, where.engine)

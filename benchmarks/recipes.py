@@ -22,8 +22,8 @@ from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
 from ironlaw.ledger import Decisions
+from ironlaw.train.checkpoint import seed_everything
 from ironlaw.train.mesh import Mesh
-from ironlaw.train.state import seed_everything
 from ironlaw.train.step import Step
 
 HERE = Path(__file__).resolve().parent

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 MAX_INTEGER = 2**53
 """Largest integer accepted: above it, neighbouring integers have the same float64."""
@@ -36,6 +37,18 @@ def printable(text: str) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message; its type if there is none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextmanager
+def reported(line: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn errors of these `kinds` into a UserError of one line, in which `{reason}` is what the error says."""
+    try:
+        yield
+    except UserError:
+        raise
+    except kinds as error:
+        reason = shortened(" ".join(str(getattr(error, "strerror", None) or error).split()), 200)
+        raise UserError(line.replace("{reason}", reason or type(error).__name__)) from None
 
 
 def shortened(text: str, at_most: int = 60) -> str:

@@ -94,6 +94,18 @@ def digest_of(document: Any) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
+SEAL = "index_sha256"
+
+
+def seal(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON document with a checksum of itself, by which `is_sealed` sees that it is as it was written."""
+    return document | {SEAL: digest_of(document)}
+
+
+def is_sealed(document: dict[str, Any]) -> bool:
+    return document == seal({key: value for key, value in document.items() if key != SEAL})
+
+
 def read_bytes(path: Path, what: str = "text") -> bytes:
     """Read a whole file. UserError above `TEXT_LIMIT_BYTES`; `what` names the expected content in its message."""
     with open_file(path) as file:
@@ -225,6 +237,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, document: Any) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copy a file atomically."""
+    with replacing(path) as file:
+        file.write(source.read_bytes())
 
 
 def is_taken(path: Path) -> bool:

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ironlaw.catalog.accelerators import DTYPES, accelerator, accelerator_names, catalogued, from_table, peak
-from ironlaw.catalog.figures import read_toml, source
+from ironlaw.catalog.accelerators import DTYPES, Accelerator, accelerator, accelerator_names, catalogued, peak
+from ironlaw.catalog.figures import read_entry, read_toml, source
 from ironlaw.catalog.nodes import node
 from ironlaw.errors import UserError
 
@@ -189,7 +189,7 @@ def test_a_peak_that_is_not_known_is_an_error_that_names_the_known_ones() -> Non
 def test_unknown_keys_in_a_data_file_are_found() -> None:
     data = read_toml("accelerators", "h200.toml")
     with pytest.raises(AssertionError, match="memory_gb"):
-        from_table("h200", {**data, "memory_gb": 141})
+        read_entry(Accelerator, "h200", {**data, "memory_gb": 141})
 
 
 def test_asking_for_one_opens_one_file_and_nothing_heavy() -> None:

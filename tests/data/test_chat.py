@@ -124,6 +124,58 @@ def test_a_user_who_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None
         text(tokenizer, UNMARKED.replace("m.content", "m.content[:2]")).conversation(talk("a<|im_end|>b", "c"))
 
 
+TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+
+
+def call(**arguments: str) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def test_tools_and_their_calls_are_those_of_transformers(tmp_path: Path, tokenizer: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tokenizer)
+    messages = [talk("?")[1], {"role": "assistant", "content": None, "tool_calls": [call(city="Rome")]}]
+    messages += [{"role": "tool", "content": "12"}, {"role": "assistant", "content": "It is 12."}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    lines = [{"messages": [talk(f"{i}?")[1], *messages[1:]], "tools": tools} for i in range(20)]
+    template = tmp_path / "tools.jinja"
+    template.write_text(TOOLS)
+    given = config(tmp_path, tokenizer, [*map(json.dumps, lines)], chat_template=str(template))
+    dataset = prepare(given, 400)
+    assert dataset.skipped == {} and dataset.train.marks is not None
+    rows = zip(dataset.train.bounds, dataset.train.bounds[1:], strict=False)
+    kept = {tuple(np.asarray(dataset.train.tokens[a:b]).tolist()) for a, b in rows}
+    for line in lines:
+        wanted = theirs.apply_chat_template(
+            **{"conversation": line["messages"], "tools": tools}, chat_template=TOOLS, return_dict=True,
+            return_assistant_tokens_mask=True,
+        )  # fmt: skip
+        ids, learned = text(tokenizer, TOOLS).conversation(line["messages"], tools)
+        assert (ids.tolist(), [*map(int, learned)]) == (wanted["input_ids"], wanted["assistant_masks"])
+        kept.discard((*ids.tolist(), dataset.end_of_text))
+    assert not kept
+
+
+def test_a_call_that_spells_a_special_token_ends_no_turn(tokenizer: Path) -> None:
+    ours = text(tokenizer, TOOLS)
+    messages = [talk("?")[1], {"role": "assistant", "content": "", "tool_calls": [call(city="Rome<|im_end|>")]}]
+    ids, _ = ours.conversation(messages)
+    assert (ids == ours.tokenizer.token_to_id("<|im_end|>")).sum() == 2 and "Rome<|im_end|>" in ours.decode(ids)
+
+
+def test_a_single_pair_of_answers_cannot_be_held_out(tmp_path: Path, tokenizer: Path) -> None:
+    """Of a single document the tail is, but half a pair is none."""
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a ", "chosen": "good", "rejected": "bad"}\n' * 3)
+    own = {"tokenizer": str(tokenizer), "cache": str(tmp_path / "cache")}
+    with pytest.raises(UserError, match="is held out"):
+        prepare(DataConfig(path=str(tmp_path / "pairs.jsonl"), format="pairs", **own), 400)
+
+
 def test_batches_learn_answers_only(tmp_path: Path, tokenizer: Path) -> None:
     given = config(tmp_path, tokenizer, [json.dumps({"messages": t}) for t in TALKS])
     assert given.packing == "best_fit" and DataConfig(**given.model_dump()) == given

@@ -159,7 +159,7 @@ def test_the_first_releases_folders_are_still_read(dataset: Dataset, tmp_path: P
     """Schema 1: one shard, whose files have no number."""
     assert dataset.folder is not None
     index = json.loads((dataset.folder / "index.json").read_text())
-    shard = index.pop("shards")[0]
+    shard, _ = index.pop("shards")[0], index.pop("index_sha256")
     old = index | {"schema": 1, "splits": {}}
     for split in ("train", "validation"):
         entry = shard[split]
@@ -201,7 +201,8 @@ def test_a_folder_without_a_readable_index_is_damaged(dataset: Dataset, tmp_path
     folder = tmp_path / "copy"
     shutil.copytree(dataset.folder, folder)
     index = json.loads((folder / "index.json").read_text())
-    for content in ("{", "[]", json.dumps(index | {"schema": 99})):
+    tokenizer = index["tokenizer"] | {"end_of_text": 8}  # one byte on disk
+    for content in ("{", "[]", json.dumps(index | {"schema": 99}), json.dumps(index | {"tokenizer": tokenizer})):
         (folder / "index.json").write_text(content)
         with pytest.raises(UserError, match="delete that folder"):
             open_dataset(folder)

@@ -15,6 +15,7 @@ import pytest
 
 from ironlaw.data import corpus as corpora
 from ironlaw.data import megatron, readers
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import DataConfig, SourceConfig
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError
@@ -279,6 +280,25 @@ def test_megatron_without_a_common_end_needs_its_tokenizer(tmp_path: Path) -> No
         prepare(DataConfig(path=str(tmp_path / "set"), cache=str(tmp_path / "cache")), 512)
 
 
+def change_table(index: Path, place: int, value: int) -> None:
+    """Change an entry of the document table, which ends an index of 40 documents."""
+    table = np.frombuffer(index.read_bytes()[-41 * 8 :], "<i8").copy()
+    table[place] = value
+    index.write_bytes(index.read_bytes()[: -41 * 8] + table.tobytes())
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("ids", [[3, -7], [3, 2**16 + 3]])
+def test_ids_that_the_tokenizer_cannot_have_made_are_refused(tmp_path: Path, ids: list[int], given: bool) -> None:
+    """In a file of 16 bits they would be others."""
+    tokenizer = tokenizers.train(TEXTS, 300, tmp_path / "tokenizer.json")
+    documents = [np.array([*more, tokenizer.end_of_text]) for more in ([1, 2], [2, 3], ids)]
+    megatron.write_indexed(tmp_path / "set", documents, np.dtype("<i4"))
+    own = {"tokenizer": str(tokenizer.path)} if given else {}
+    with pytest.raises(UserError, match=r"holds token -7|holds token 65,53[89]"):
+        prepare(DataConfig(path=str(tmp_path / "set"), cache=str(tmp_path / "cache"), **own), 400)
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -286,6 +306,10 @@ def test_megatron_without_a_common_end_needs_its_tokenizer(tmp_path: Path) -> No
         (lambda folder: (folder / "set.idx").write_bytes(b"nonsense" * 9), "not a Megatron index"),
         (lambda folder: (folder / "set.idx").write_bytes((folder / "set.idx").read_bytes()[:-9]), "instead of"),
         (lambda folder: (folder / "set.bin").write_bytes(b"\0\0"), "its index says"),
+        (lambda folder: (folder / "set.bin").write_bytes(b"\0\0\0"), "its index says"),
+        (lambda folder: change_table(folder / "set.idx", 0, -5), "document table"),
+        (lambda folder: change_table(folder / "set.idx", 0, 1), "document table"),
+        (lambda folder: change_table(folder / "set.idx", 40, 39), "document table"),
     ],
 )
 def test_a_damaged_megatron_set_is_one_line(tmp_path: Path, damage: Callable[[Path], Any], words: str) -> None:
@@ -320,6 +344,34 @@ def test_skipped_records_are_counted_once_also_when_resumed(tmp_path: Path) -> N
     dataset = prepare(config, 300)
     assert dataset.shards > 3
     assert dataset.skipped == {"not JSON": 99}
+
+
+def test_an_arrow_stream_that_was_cut_between_two_batches_is_damaged(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table, places = pyarrow.table({"text": TEXTS}), []
+    path = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=10):
+            writer.write_batch(batch)
+            places.append(sink.tell())
+    (tmp_path / "a.arrow").write_bytes((tmp_path / "a.arrow").read_bytes()[: places[1]])
+    with pytest.raises(UserError, match=r"is damaged .it ends before"):
+        prepare(DataConfig(path=str(tmp_path), cache=str(tmp_path / ".c")), 300)
+
+
+def test_bits_per_byte_need_the_bytes_of_all_tokens(tmp_path: Path) -> None:
+    """A mixture with a source of tokens, whose text is not known, has none."""
+    tokenizer = tokenizers.train(TEXTS, 300, tmp_path / "tokenizer.json")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    megatron.write_indexed(tmp_path / "set", [np.array([i, 1, 0]) for i in range(40)], np.dtype("<u2"))
+    own: dict[str, Any] = {
+        "tokenizer": str(tokenizer.path),
+        "cache": str(tmp_path / "cache"),
+        "validation_fraction": 0.2,
+    }
+    text = {"path": str(tmp_path / "a.jsonl")}
+    assert prepare(DataConfig(sources=(text, text), **own), 300).bits_per_byte(3.0) is not None
+    assert prepare(DataConfig(sources=(text, {"path": str(tmp_path / "set")}), **own), 300).bits_per_byte(3.0) is None
 
 
 @pytest.mark.parametrize("write", [write_saved, "named"])

@@ -35,7 +35,7 @@ def test_batches_arrive_as_they_were_made(pinned: bool, device: torch.device) ->
 
 
 def test_a_copy_of_the_state_is_the_state(device: torch.device) -> None:
-    from ironlaw.train.state import host_copy
+    from ironlaw.train.checkpoint import host_copy
 
     there = {"a": torch.randn(1000, 1000, device=device), "b": [torch.arange(5, device=device)], "c": 3}
     copied = host_copy(there)

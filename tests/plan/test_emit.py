@@ -229,6 +229,12 @@ def test_torchtitan_says_experts_inside_hybrid_sharding():
             written("torchtitan", layout, mixtral)
 
 
+def test_torchtitan_0_3_runs_pipelines_and_shared_experts_without_the_graphs_that_refuse_them():
+    mixtral = ModelConfig.named("mixtral-8x7b")
+    for layout, wanted in (("dp=8 zero=3", False), ("dp=2 pp=4 zero=2", True), ("dp=8 zero=3 ep=8", True)):
+        assert ("--training.disable_cuda_graphs" in written("torchtitan", layout, mixtral)) == wanted
+
+
 def test_narrow_precisions_as_planned():
     fp8 = tomllib.loads(written("torchtitan", "dp=8 zero=3", precision="fp8"))
     assert fp8["model"]["converters"] == ["quantize.linear.float8"]
@@ -334,3 +340,13 @@ def test_what_no_option_says_of_a_model_is_refused(change, word):
         assert word in str(trainer_named(trainer).cannot(parse_layout("dp=8 zero=2"), model))
     biased = LLAMA.model_copy(update={"qkv_bias": True, "ffn_bias": True})
     assert "biases" in str(trainer_named("megatron").cannot(parse_layout("dp=8"), biased))
+
+
+def test_a_search_for_torchtitan_compares_a_latent_model_with_its_flavors_once(monkeypatch):
+    read = []
+    model = ModelConfig.named("deepseek-v2-lite").model_copy(update={"name": "our v2 lite"})
+    named = ModelConfig.named
+    monkeypatch.setattr(ModelConfig, "named", lambda name: read.append(name) or named(name))
+    layouts = [parse_layout(f"dp={dp} zero=3") for dp in range(1, 200)]
+    assert {trainer_named("torchtitan").cannot(layout, model) for layout in layouts} == {None}
+    assert len(read) <= 3  # a layout took milliseconds, and a search has a hundred thousand

@@ -10,7 +10,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import candidates_of
 from ironlaw.plan.cluster.step_costs import step_costs
 from ironlaw.plan.cluster.system import system_of
-from ironlaw.plan.cluster.timeline import UNFUSED_SOFTMAX_LAUNCHES, assemble
+from ironlaw.plan.cluster.timeline import UNFUSED_SOFTMAX_LAUNCHES, Times
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine_of_framework, engines
 from ironlaw.workload.layout import parse_layout
@@ -26,7 +26,7 @@ def planned(*layouts, engine=ENGINE, cluster="8xa100-sxm-80gb", model=GPT, seque
     where = system_of(parse_cluster(cluster), engine, "bf16")
     parsed = [parse_layout(text) for text in layouts]
     candidates = candidates_of(model, parsed, sequence=sequence, global_batch=global_batch, flash=flash)
-    return assemble(step_costs(candidates, where), candidates, engine)
+    return Times(step_costs(candidates, where), candidates, engine)
 
 
 def test_terms_add_up_to_the_step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import socket
 import struct
@@ -227,6 +228,26 @@ def test_an_answer_has_the_form_that_was_asked_for(served: tuple[str, Engine]) -
         assert found.keys() == {"a", "b"} and found["a"] <= 9 and found["b"] in ("x", "y")
     choice = {"prompt": "f", "structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
     assert PATIENT.post(f"{url}/v1/completions", json=choice).json()["choices"][0]["text"] in ("yes", "no")
+
+
+def test_a_form_is_prepared_once_for_all_answers_which_follow_it_separately(
+    served: tuple[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, _ = served
+    library, prepared = pytest.importorskip("llguidance"), list[Any]()
+    prepare = library.LLMatcher
+
+    def count(*arguments: Any, **named: Any) -> Any:
+        prepared.append(arguments)
+        return prepare(*arguments, **named)
+
+    for kept in ("grammar_from_regex", "validate_grammar"):
+        setattr(count, kept, getattr(prepare, kept))
+    monkeypatch.setattr(library, "LLMatcher", count)
+    form = {"structured_outputs": {"regex": "[ab]{8}|[cd]{4}"}, "max_tokens": 20}
+    answers = PATIENT.post(f"{url}/v1/completions", json={"prompt": ["f", "g"], "n": 4, "seed": 1} | form).json()
+    assert len(prepared) == 1 and len({choice["text"] for choice in answers["choices"]}) > 1
+    assert all(re.fullmatch("[ab]{8}|[cd]{4}", choice["text"]) for choice in answers["choices"])
 
 
 def test_a_form_that_is_too_large_from_its_second_token_on_is_an_error(served: tuple[str, Engine]) -> None:

@@ -27,6 +27,7 @@ from ironlaw.machine.profile import Profile
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer
 from ironlaw.train import checkpoint
+from ironlaw.train.checkpoint import RandomState, host_copy
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.loop import Trainer
 from ironlaw.train.optimizer import build_optimizer
@@ -34,7 +35,6 @@ from ironlaw.train.recovery import drop_checkpoints_after
 from ironlaw.train.restore import load
 from ironlaw.train.result import Outcome
 from ironlaw.train.session import run_training
-from ironlaw.train.state import RandomState, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
 Config = Callable[..., RunConfig]
@@ -242,7 +242,7 @@ def test_room_is_asked_for_what_this_optimizer_and_the_average_hold(
     assert expected < written < expected + 40_000 + 0.02 * expected
 
 
-@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_text", "publish"])
+@pytest.mark.parametrize("writer", ["save_file", "torch.save", "write_json", "publish"])
 def test_a_disk_that_fills_up_leaves_the_earlier_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
 ) -> None:

@@ -26,14 +26,13 @@ from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
-from ironlaw.train import sweep
+from ironlaw.train import compression
 from ironlaw.train.checkpoint import newest_of
-from ironlaw.train.compression import compress_run
+from ironlaw.train.compression import candidates, compress_run
 from ironlaw.train.parallel.step import read_first_weights
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.restore import QuantizedFiles, load_for_inference, load_run, read_held
 from ironlaw.train.run_directory import complete_or_nothing, path_beside
-from ironlaw.train.sweep import candidates
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 
@@ -242,7 +241,7 @@ def test_a_sweep_finds_what_nothing_beats(
     run: Path, ironlaw_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = [("int8", "rtn", True), ("fp8_block", "gptq", False), ("mxfp4", "rtn", False), ("mxfp4", "awq", False)]
-    monkeypatch.setattr("ironlaw.train.sweep.candidates", lambda: known)
+    monkeypatch.setattr("ironlaw.train.compression.candidates", lambda: known)
     code, out, err = ironlaw_here("compress", run, "--sweep", "--budget", "1000s", "--json", "--out", "sweep.html")
     assert code == 0, err
     found = json.loads(out)
@@ -268,7 +267,7 @@ def test_a_sweep_finds_what_nothing_beats(
 def test_an_interrupted_sweep_shows_what_it_has_measured(
     run: Path, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, calls = sweep.measure_compression, []
+    measure, calls = compression.measure_compression, []
 
     def interrupt(*given: Any, **named: Any) -> Any:
         calls.append(given)
@@ -276,7 +275,7 @@ def test_an_interrupted_sweep_shows_what_it_has_measured(
             raise KeyboardInterrupt
         return measure(*given, **named)
 
-    monkeypatch.setattr(sweep, "measure_compression", interrupt)
+    monkeypatch.setattr(compression, "measure_compression", interrupt)
     code, out, err = ironlaw_here("compress", run, "--sweep", "--json")
     assert code == 130 and "interrupted" in err
     found = json.loads(out)
@@ -291,6 +290,7 @@ def test_what_is_made_of_a_run_goes_beside_it() -> None:
 
 def test_what_is_told_to_stop_leaves_nothing_half_written_and_what_was_killed_is_cleared(tmp_path: Path) -> None:
     (tmp_path / ".made.0.partial").mkdir()  # no process has this number
+    (tmp_path / f".made.{os.getpid()}.partial").mkdir()  # that of a container's process, which often has the same
     (tmp_path / ".others.0.partial").mkdir()
     with pytest.raises(KeyboardInterrupt, match="15"), complete_or_nothing(tmp_path / "made") as partial:
         assert partial.is_dir()

@@ -18,12 +18,11 @@ import torch
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.train import jsonl
+from ironlaw.train import run_directory
 from ironlaw.train.faults import is_out_of_memory
-from ironlaw.train.jsonl import JsonLines, read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.result import Outcome
-from ironlaw.train.run_directory import locked
+from ironlaw.train.run_directory import JsonLines, locked, read_lines
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]
@@ -130,7 +129,7 @@ class Disk:
             self.room -= written
             return written
 
-        monkeypatch.setattr(jsonl.os, "pwrite", write)
+        monkeypatch.setattr(run_directory.os, "pwrite", write)
 
 
 def test_lines_wait_for_room_and_none_is_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

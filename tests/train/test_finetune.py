@@ -197,6 +197,22 @@ def test_a_base_that_has_changed_is_refused(finetuning: Config, train: Train, tr
         load_run(tmp_path / "run")
 
 
+def test_a_base_that_has_moved_is_found_where_the_config_says(
+    finetuning: Config, train: Train, train_until: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    train_until(6, finetuning({}), run)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=r"no longer there: put it back, or write .*train.start_from in .*run/config.t"):
+        load_run(run)
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(text.replace(str(tmp_path / "base"), str(tmp_path / "moved")))
+    assert load_run(run).step == 4
+    moved = finetuning({}, train={"start_from": str(tmp_path / "moved")})
+    assert train(moved, run, resume=True).step == 12
+    assert load_run(run).step == 12
+
+
 def test_a_fine_tuned_run_is_a_base(
     finetuning: Config, tiny_config: Config, train: Train, losses: Losses, tmp_path: Path
 ) -> None:

@@ -125,15 +125,18 @@ def gradients(step: Step, batch: Batch[Tensor]) -> tuple[float, list[Tensor]]:
     return float(loss), [p.grad.clone() for p in step.model.parameters() if p.grad is not None]
 
 
+EXPERTS = {"bias": False, "moe": {"experts": 4, "experts_per_token": 2, "balance": "none"}}
+
+
 @pytest.mark.parametrize("ignored", [False, True], ids=["all count", "some ignored"])
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 5])
-@pytest.mark.parametrize("loss", ["full", "chunked"])
+@pytest.mark.parametrize(("loss", "model"), [("full", {}), ("chunked", {}), ("full", EXPERTS), ("chunked", EXPERTS)])
 def test_accumulation_is_the_large_batch(
-    make_step: Callable[..., Step], micro_batch: int, ignored: bool, loss: str
+    make_step: Callable[..., Step], micro_batch: int, ignored: bool, loss: str, model: dict[str, Any]
 ) -> None:
-    """Also when the last micro-batch is smaller, and when some have fewer targets than others."""
-    whole = gradients(make_step(train={"loss": loss}), a_batch(ignored))
-    parts = gradients(make_step(train={"micro_batch": micro_batch, "loss": loss}), a_batch(ignored))
+    """Also when the last micro-batch is smaller, and when some have fewer targets than others, or none."""
+    whole = gradients(make_step(model, train={"loss": loss}), a_batch(ignored))
+    parts = gradients(make_step(model, train={"micro_batch": micro_batch, "loss": loss}), a_batch(ignored))
     assert parts[0] == pytest.approx(whole[0], rel=1e-6)
     for mine, other in zip(parts[1], whole[1], strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from ironlaw.catalog import devices
 from ironlaw.catalog.figures import Figure, figure, figures, read_entry, read_toml, stems, unknown
@@ -198,11 +197,6 @@ def _agrees(name: str, own: dict[str, str], said: dict[str, str]) -> bool:
 @cache
 def _load(name: str) -> Accelerator:
     data = read_toml("accelerators", f"{name}.toml") if name in accelerator_names() else devices.entry(name)
-    return from_table(name, data)
-
-
-def from_table(name: str, data: dict[str, Any]) -> Accelerator:
-    """Build an accelerator from the content of its file."""
     peaks = data.get("peak_flops_per_second", {})
     assert set(peaks) <= set(DTYPES), f"{name}: unknown dtypes {sorted(set(peaks) - set(DTYPES))}"
     known = {dtype: figure(peaks[dtype]) for dtype in DTYPES if dtype in peaks}

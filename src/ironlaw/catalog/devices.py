@@ -44,7 +44,7 @@ def entry(name: str) -> dict[str, Any]:
     line, ratios = lines()[name]
     found: dict[str, Any] = {"product": _product(name), "default_node": line.get("node", "pcie-workstation")}
     if base := line.get("like"):
-        found = entry(base) if base in lines() else read_toml("accelerators", f"{base}.toml")
+        found = entry(base) if base in lines() else dict(read_toml("accelerators", f"{base}.toml"))
         found["peak_flops_per_second"] = dict(found["peak_flops_per_second"])
         if "node" in line:
             found["default_node"] = line["node"]

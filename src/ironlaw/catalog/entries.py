@@ -9,7 +9,7 @@ from ironlaw.catalog.accelerators import Accelerator, accelerator, accelerator_n
 from ironlaw.catalog.devices import device_names
 from ironlaw.catalog.figures import Figure, figures, source
 from ironlaw.catalog.models import model_entry, model_names, released_names
-from ironlaw.catalog.money import grid, grid_names, price
+from ironlaw.catalog.money import grid, grids, price
 from ironlaw.catalog.nodes import Node, node, node_names
 from ironlaw.errors import UserError, did_you_mean
 
@@ -22,7 +22,7 @@ def entry_names() -> dict[str, list[str]]:
         "nodes": list(node_names()),
         "models": model_names(),
         "released models": released_names(),
-        "grids": list(grid_names()),
+        "grids": sorted(grids()),
     }
 
 

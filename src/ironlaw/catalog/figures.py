@@ -45,8 +45,9 @@ class Source:
     note: str = ""
 
 
+@cache
 def read_toml(*parts: str) -> dict[str, Any]:
-    """Parse a data file of the catalog. The path is relative to this package."""
+    """Parse a data file of the catalog, once: its tables must not be changed. The path is relative to this package."""
     with open(DATA.joinpath(*parts), "rb") as file:
         return tomllib.load(file)
 

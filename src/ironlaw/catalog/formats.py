@@ -221,14 +221,9 @@ class StoredFormat:
 
 def stored_format(name: str) -> StoredFormat:
     """Return the format with this name in any case; UserError with the nearest names if there is none."""
-    table, typed = _table(), name.strip().lower()
+    table, typed = read_toml("stored_formats.toml"), name.strip().lower()
     line = lookup("weight format", typed, table["formats"])
     return StoredFormat(name=typed, **line | {"source": table["sources"][line["source"]]})
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return read_toml("stored_formats.toml")
 
 
 @dataclass(frozen=True)

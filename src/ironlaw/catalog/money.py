@@ -43,22 +43,19 @@ class Price:
     purchase: Quote | None = None
 
 
-def grid_names() -> tuple[str, ...]:
-    """Return the names of all grids, sorted."""
-    return tuple(sorted(_grids()))
-
-
 def grid(name: str) -> Grid:
     """Return the grid with this name or ISO code (`france`, `fr`, `world`)."""
     typed = name.strip().lower().replace("_", "-").replace(" ", "-")
-    typed = next((of for of, entry in _energy()["grid"].items() if typed in entry.get("codes", ())), typed)
-    return lookup("power grid", typed, _grids())
+    typed = next(
+        (of for of, entry in read_toml("grids.toml")["grid"].items() if typed in entry.get("codes", ())), typed
+    )
+    return lookup("power grid", typed, grids())
 
 
 def price(accelerator: Accelerator | str) -> Price | None:
     """Return the known prices of an accelerator; `None` if there are none."""
     name = accelerator.name if isinstance(accelerator, Accelerator) else resolve(accelerator)
-    entry = prices().get(name)
+    entry = read_toml("prices.toml").get(name)
     if entry is None:
         return None
     bought = entry.get("purchase")
@@ -70,30 +67,20 @@ def pue(name: str = "average") -> Figure:
     return lookup("PUE", name, pues())
 
 
-@cache
-def prices() -> dict[str, Any]:
-    """Return the known prices of each accelerator."""
-    return read_toml("prices.toml")
-
-
 def _quote(entry: dict[str, Any]) -> Quote:
     return Quote(figure(entry, "usd"), entry["date"], entry["provider"])
 
 
 @cache
-def _energy() -> dict[str, Any]:
-    return read_toml("grids.toml")
-
-
-@cache
-def _grids() -> dict[str, Grid]:
+def grids() -> dict[str, Grid]:
+    """Return all grids by name."""
     return {
         name: Grid(name, entry["title"], figure(entry, "kg_co2_per_kwh"), entry["year"])
-        for name, entry in _energy()["grid"].items()
+        for name, entry in read_toml("grids.toml")["grid"].items()
     }
 
 
 @cache
 def pues() -> dict[str, Figure]:
     """Return the power usage effectiveness of each kind of data centre."""
-    return {name: figure(entry) for name, entry in _energy()["pue"].items()}
+    return {name: figure(entry) for name, entry in read_toml("grids.toml")["pue"].items()}

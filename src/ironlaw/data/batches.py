@@ -176,9 +176,7 @@ class Batches:
         return batch
 
 
-def fill_row(
-    batch: Batch[np.ndarray], row: int, window: np.ndarray, bounds: np.ndarray | None, start: int
-) -> None:  # fmt: skip
+def fill_row(batch: Batch[np.ndarray], row: int, window: np.ndarray, bounds: np.ndarray | None, start: int) -> None:
     """Fill a row with `window` (sequence + 1,): tokens from `start` on of a text with documents at `bounds`."""
     batch.inputs[row], batch.targets[row] = window[:-1], window[1:]
     if batch.documents is not None:

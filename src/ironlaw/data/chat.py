@@ -21,12 +21,12 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ironlaw.data.readers import REJECTED, UNLEARNED, Preference
+from ironlaw.data.readers import REJECTED, UNLEARNED, Talk, map_texts
 from ironlaw.data.tokenizer import GENERATION, Tokenizer, read_tokenizer
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import at_home, read_json, read_json_or_empty, read_text, write_json
 
-# Private-use characters: a message in the rendered text, and where the assistant's text begins and ends.
+# Private-use characters: a quoted text in the rendered text, and where the assistant's text begins and ends.
 _MARK, _BEGIN, _END = "\ue000{}\ue001", "\ue002", "\ue003"
 _MARKS = re.compile("(\ue000\\d+\ue001|[\ue002\ue003])")
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -45,13 +45,12 @@ _BYTES = {chr(byte): byte for byte in _PRINTED} | {
 
 
 def encode_ids(tokenizer: Any, text: str, add_special: bool = False) -> list[int]:
-    try:
+    # An unpaired surrogate, from a JSON escape or command-line bytes that are not UTF-8, is a TypeError.
+    with reported("the text is not valid Unicode: write it in UTF-8", TypeError):
         if len(text) < LONG_TEXT:
             return list(tokenizer.encode(text, add_special_tokens=add_special).ids)
         # Only batch calls release the interpreter's lock, and without offsets they take half the time.
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
-    except TypeError:  # an unpaired surrogate, from a JSON escape or command-line bytes that are not UTF-8
-        raise UserError("the text is not valid Unicode: write it in UTF-8") from None
 
 
 class Text:
@@ -112,7 +111,7 @@ class Text:
             if not any(mark + role + mark in str(self.source) for mark in "'\""):
                 raise UserError(f"the model's chat template names no role {role!r}: use system, user or assistant")
         marked, quoted = self._marked(messages)
-        return self._tokens(self._render(marked, True, more), messages, quoted)[0].tolist()
+        return self._tokens(self._render(marked, True, more), quoted)[0].tolist()
 
     def turn_ends(self) -> frozenset[int]:
         """Return the special token that the template writes after an answer, if it writes one."""
@@ -126,17 +125,17 @@ class Text:
         first = self.encode(after, add_special=False)[:1]
         return self.special.intersection(first)
 
-    def conversation(self, messages: Messages) -> tuple[np.ndarray, np.ndarray]:
+    def conversation(self, messages: Messages, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids (N,) of a whole conversation, and (N,) bool: which of them the assistant wrote.
 
         These are the tokens within the template's `{% generation %}` blocks, as in transformers. For a template without
         such blocks, they are the tokens that an answer adds to its prompt, including the end of its turn.
         """
-        marked, quoted = self._marked(messages)
-        whole = self._render(marked, False)
-        return self._tokens(whole if _BEGIN in whole else self._by_turns(marked, whole), messages, quoted)
+        (marked, tools), quoted = self._marked((messages, tools))
+        whole = self._render(marked, False, {"tools": tools})
+        return self._tokens(whole if _BEGIN in whole else self._by_turns(marked, tools, whole), quoted)
 
-    def preference(self, pair: Preference) -> np.ndarray:
+    def preference(self, pair: Talk) -> np.ndarray:
         """Return ids (N,) with marks: the prompt with the chosen answer, then with the rejected one. Text is encoded
         as it is, each answer with the end of text; messages are rendered with the template."""
         prompt, halves = pair["prompt"], []
@@ -150,24 +149,31 @@ class Text:
                 assert isinstance(prompt, list) and isinstance(answer, list)
                 if self.template is None:
                     raise UserError("messages need a chat template: give one in data.chat_template, or text")
-                ids, learned = self.conversation([*prompt, *answer])
-                learned[: len(self.conversation(prompt)[0])] = False  # answers of earlier turns
+                ids, learned = self.conversation([*prompt, *answer], pair["tools"])
+                learned[: len(self.conversation(prompt, pair["tools"])[0])] = False  # answers of earlier turns
             if ids[-1] != self._end:
                 ids, learned = np.append(ids, self._end), np.append(learned, False)
             halves.append(np.where(learned, ids, ids | UNLEARNED) | mark)
         return np.concatenate(halves)
 
-    def _marked(self, messages: Messages) -> tuple[Messages, list[int]]:
-        """Replace messages that spell a special token by marks. They are encoded apart, so that they cannot use it."""
-        quoted = [i for i, m in enumerate(messages) if any(s in m["content"] for s in self._quoted)]
-        return [m | {"content": _MARK.format(i)} if i in quoted else m for i, m in enumerate(messages)], quoted
+    def _marked(self, given: Any) -> tuple[Any, list[str]]:
+        """Replace texts that spell a special token by marks. They are encoded apart, so that they cannot use it."""
+        quoted: list[str] = []
 
-    def _by_turns(self, messages: Messages, whole: str) -> str:
+        def mark(text: str) -> str:
+            if not any(token in text for token in self._quoted):
+                return text
+            quoted.append(text)
+            return _MARK.format(len(quoted) - 1)
+
+        return map_texts(mark, given), quoted
+
+    def _by_turns(self, messages: Messages, tools: Any, whole: str) -> str:
         result, at = "", 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = self._render(messages[:i], True), self._render(messages[: i + 1], False)
+            before, after = (self._render(messages[: i + n], not n, {"tools": tools}) for n in (0, 1))
             if not (len(before) >= at and whole.startswith(after) and after.startswith(before)):
                 raise UserError(
                     "the chat template rewrites earlier turns, so that what the assistant says cannot be told apart: "
@@ -177,8 +183,10 @@ class Text:
             at = len(after)
         return result + whole[at:]
 
-    def _tokens(self, text: str, messages: Messages, quoted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of a rendered text, and which of them overlap the assistant's text."""
+    def _tokens(self, text: str, quoted: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a rendered text, with the quoted texts, and which overlap the assistant's text."""
+        if re.search("[\ue000\ue001]", _MARKS.sub("", text)):  # a part of a mark
+            raise UserError("a message spells a special token of this model, and its template cannot quote it")
         ids: list[int] = []
         learned: list[bool] = []
         spans: list[tuple[int, int]] = []  # answers in `chunk`, the text since the last quoted message
@@ -192,11 +200,10 @@ class Text:
         for part in _MARKS.split(text):
             if part.startswith("\ue000"):
                 take()
-                number = int(part[1:-1])
-                inner = encode_ids(self._plain, messages[number]["content"])
+                inner = encode_ids(self._plain, quoted[int(part[1:-1])])
                 ids += inner
                 learned += [inside] * len(inner)
-                chunk, spans, quoted = "", [], [i for i in quoted if i != number]
+                chunk, spans = "", []
             elif part in (_BEGIN, _END):
                 inside = part == _BEGIN
             else:
@@ -204,8 +211,6 @@ class Text:
                     spans.append((len(chunk), len(chunk) + len(part)))
                 chunk += part
         take()
-        if quoted:
-            raise UserError("a message spells a special token of this model, and its template cannot quote it")
         return np.array(ids, dtype=np.int64), np.array(learned, dtype=bool)
 
     def _render(self, messages: Messages, prompt: bool, more: dict[str, Any] | None = None) -> str:
@@ -213,11 +218,9 @@ class Text:
         names = {"messages": list(messages), "add_generation_prompt": prompt, "tools": None, "documents": None}
         names |= self.template_names | (more or {})
         _left.set([MAX_RENDERED])
-        try:
+        # An untrusted program, and variables from any request.
+        with reported("the model's chat template refuses: {reason}", Exception):
             return str(self.template.render(**names))
-        except Exception as error:  # an untrusted program, and variables from any request
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise UserError(f"the model's chat template refuses: {reason}") from None
 
 
 class _Generation(Extension):
@@ -316,28 +319,20 @@ def _written(value: Any) -> Any:
     return value
 
 
-def _json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """The filter `tojson`, with transformers' options."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _compiled(template: str) -> Any:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
     environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
-    environment.filters["tojson"] = _json
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # with transformers' options
     environment.filters = {name: _paid(given, name) for name, given in environment.filters.items()}
     environment.filters |= {"passes": _passes, "written": _written}
     del environment.globals["lipsum"]  # draws words one by one
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
+    told = "the model's chat template cannot be read: {reason}"
+    with reported(told, jinja2.TemplateError, SyntaxError, RecursionError):
         return environment.from_string(template)
-    except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
-        raise UserError(f"the model's chat template cannot be read: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_template(folder: Path, given: str | None = None) -> tuple[str | None, dict[str, str]]:

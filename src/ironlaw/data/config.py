@@ -14,8 +14,9 @@ Format = Literal["auto", "text", "jsonl", "parquet", "huggingface", "megatron", 
 CHATS = {"chat": "messages", "pairs": "chosen"}  # formats of conversations, and the fields that hold them
 Packing = Literal["concat", "best_fit"]
 
-# Settings that only decide how fast the samples come and from where: a run may be resumed with others.
-_NOT_THE_SAMPLES = frozenset({"cache", "workers", "loader_processes", "prefetch", "pin_memory"})
+# Settings that only decide how fast the samples come and from where: a run may be resumed with others. The tokenizer
+# may have moved: its ids are compared with those of the run (`train.restore.check_text`).
+_NOT_THE_SAMPLES = {"cache", "workers", "loader_processes", "prefetch", "pin_memory", "tokenizer"}
 
 
 class SourceConfig(Section):
@@ -125,4 +126,4 @@ class DataConfig(Section):
 
     def samples_key(self) -> dict[str, Any]:
         """Return all settings that decide which samples a run sees, without those that only make them come faster."""
-        return self.model_dump(mode="json", exclude=set(_NOT_THE_SAMPLES))
+        return self.model_dump(mode="json", exclude=_NOT_THE_SAMPLES)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ironlaw.data import megatron, readers
 from ironlaw.data.config import CHATS, SourceConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import at_home, read_json
 
 if TYPE_CHECKING:
@@ -111,14 +111,10 @@ class Corpus:
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
         """
-        kept = []
-        for file in self.files:
-            text = self.text(file) if file.kind == "text" else ""
-            if text is not None:
-                kept.append(file)
-                if file.kind == "text":
-                    on_text(file, text)
-        self.files = kept
+        for file in [file for file in self.files if file.kind == "text"]:
+            if (text := self.text(file)) is not None:
+                on_text(file, text)
+        self.files = [file for file in self.files if file.name not in self.reasons]
 
     def fingerprint(self) -> str:
         """Return a hex digest of place, names, sizes and modification times, to detect possible changes of the text."""
@@ -131,23 +127,17 @@ class Corpus:
     def text(self, file: File) -> str | None:
         """Return a text file's text, or None (with a reason in `reasons`) if it holds none."""
         try:
-            data = file.path.read_bytes()
-        except OSError:
-            self.reasons[file.name] = "unreadable"
-            return None
-        if b"\0" in data:
-            self.reasons[file.name] = "binary"
-            return None
-        try:
             # No newline translation: the tokens must not depend on the platform that made them.
-            text = data.decode("utf-8").removeprefix("\ufeff")
-        except UnicodeDecodeError:
-            self.reasons[file.name] = "not UTF-8"
-            return None
-        if not text.strip():
-            self.reasons[file.name] = "empty"
-            return None
-        return text
+            text = file.path.read_bytes().decode("utf-8").removeprefix("\ufeff")
+            reason = "binary" if "\0" in text else "" if text.strip() else "empty"
+        except OSError:
+            reason = "unreadable"
+        except UnicodeDecodeError as error:
+            reason = "binary" if b"\0" in error.object else "not UTF-8"
+        if not reason:
+            return text
+        self.reasons[file.name] = reason
+        return None
 
     def documents(self, start: Cursor = START) -> Iterator[CorpusDocument]:
         """Yield every document from `start` on, in order; files are read lazily."""
@@ -164,17 +154,17 @@ class Corpus:
                 for record in readers.read(file.kind, file.path, self.field, position):
                     done = before + min(record.done_bytes, file.size)
                     content = record.content
-                    if isinstance(content, list | dict):
+                    if isinstance(content, dict):
                         content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
                     yield CorpusDocument(content, file, (number, record.next), done, record.reason)
             before += file.size
 
-    def _tokens_of(self, content: readers.Messages | readers.Preference, where: str) -> np.ndarray:
+    def _tokens_of(self, talk: readers.Talk, where: str) -> np.ndarray:
         assert self.chat is not None
         try:
-            if isinstance(content, dict):
-                return self.chat.preference(content)
-            ids, learned = self.chat.conversation(content)
+            if "prompt" in talk:
+                return self.chat.preference(talk)
+            ids, learned = self.chat.conversation(**talk)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
         return np.where(learned, ids, ids | readers.UNLEARNED)
@@ -309,13 +299,12 @@ def _add_saved_dataset(corpus: Corpus, folder: Path) -> None:
         folder = folder / wanted
     elif corpus.source.split is not None:
         raise UserError(f"{folder} is a single data set without splits: leave data.split out")
-    try:
+    told = f"{folder}/state.json is missing or unreadable: save the data set again"
+    with reported(told, OSError, ValueError, KeyError, TypeError):
         state = read_json(folder / "state.json")
         files = [Path(entry["filename"]) for entry in state["_data_files"]]
         if any(file.is_absolute() or ".." in file.parts for file in files):
             raise ValueError("files elsewhere")
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder}/state.json is missing or unreadable: save the data set again") from None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise UserError(f"{folder} holds a selection of rows: call flatten_indices() on the data set and save it again")
     corpus.source = corpus.source.model_copy(update={"format": "huggingface"})

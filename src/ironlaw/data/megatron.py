@@ -66,13 +66,12 @@ def open_indexed(path: Path) -> Indexed:
     lengths = np.fromfile(index_file, "<i4", sequences, offset=_HEADER.size).astype(np.int64)
     table = np.fromfile(index_file, "<i8", entries, offset=_HEADER.size + 12 * sequences)
     ends = np.concatenate([[0], np.cumsum(lengths)])
-    tokens = (
-        np.memmap(token_file, dtype=_TYPES[code], mode="r") if token_file.stat().st_size else np.empty(0, _TYPES[code])
-    )
-    if len(tokens) != ends[-1]:
-        raise UserError(f"{token_file} has {len(tokens):,} tokens, its index says {ends[-1]:,}: copy both again")
-    if not entries or table[-1] > sequences or (np.diff(table) < 0).any():
+    expected, found = int(ends[-1]) * np.dtype(_TYPES[code]).itemsize, token_file.stat().st_size
+    if found != expected:
+        raise UserError(f"{token_file} has {found:,} bytes, its index says {expected:,}: copy both again")
+    if lengths.min() < 0 or not entries or table[0] or table[-1] != sequences or (np.diff(table) < 0).any():
         raise UserError(f"{index_file} has a damaged document table: copy it again")
+    tokens = np.memmap(token_file, dtype=_TYPES[code], mode="r") if found else np.empty(0, _TYPES[code])
     return Indexed(tokens, ends[table])
 
 

@@ -20,9 +20,8 @@ from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.order import mix, permutations
-from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, join_splits
-from ironlaw.data.source import prepare_source
+from ironlaw.data.source import prepare_source, shared_tokenizer
 from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of

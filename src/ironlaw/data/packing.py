@@ -72,7 +72,7 @@ def _assign(lengths: np.ndarray, sequence: int, row_of: np.ndarray, order: np.nd
     piece is then the best fit for the next one, so it takes as many as it has room for.
     """
     room: list[list[np.ndarray]] = [[] for _ in range(sequence + 1)]  # by free positions: groups of rows
-    number, first = 0, 0
+    number = 0
     edges = np.flatnonzero(np.diff(lengths)) + 1
     for begin, end in zip([0, *edges.tolist()], [*edges.tolist(), len(lengths)], strict=True):
         if begin == end:
@@ -103,8 +103,6 @@ def _assign(lengths: np.ndarray, sequence: int, row_of: np.ndarray, order: np.nd
             _give_back(room, sequence - fits * length, np.arange(number, number + rows - 1))
             _give_back(room, sequence - last * length, np.array([number + rows - 1]))
             number += rows
-        first = end
-    assert first == len(lengths)
     return number
 
 

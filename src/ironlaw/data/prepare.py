@@ -12,9 +12,8 @@ from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import CHATS, DataConfig
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
-from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, TokenSplit, token_dtype
-from ironlaw.data.source import Say, folder_name, prepare_source
+from ironlaw.data.source import Say, folder_name, prepare_source, shared_tokenizer
 from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
 

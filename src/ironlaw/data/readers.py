@@ -7,6 +7,7 @@ JSONL, rows of Parquet and Arrow, documents of Megatron. Starting there yields t
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import zlib
@@ -20,15 +21,14 @@ from typing import IO, Any, cast
 import numpy as np
 
 from ironlaw.data import megatron
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 
 Content = str | np.ndarray
 """Text, or token ids of a source that is tokenised already; ids of conversations carry marks in their high bits."""
 MARKS = 40
 UNLEARNED, REJECTED, IDS = 1 << MARKS, 2 << MARKS, (1 << MARKS) - 1
-Messages = list[dict[str, Any]]  # a conversation before it is tokenised
-Preference = dict[str, str | Messages]  # prompt, chosen, rejected
-Raw = Content | Messages | Preference
+Talk = dict[str, Any]  # a conversation before it is tokenised (messages, tools), or a prompt with two answers
+Raw = Content | Talk
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ LINE_LIMIT_BYTES = 2**26
 
 TEXTS = ("string", "large_string", "string_view", "binary", "large_binary")  # types of columns, as pyarrow names them
 
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"  # without it, Arrow takes a stream that was cut between two batches as whole
 _JSONL = {".jsonl", ".ndjson"}
 _COMPRESSED = {".gz", ".zst"}
 
@@ -101,6 +102,15 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
+def map_texts(function: Callable[[str], str], value: Any) -> Any:
+    """Return a value of JSON with `function` applied to each text in it, but not to the names of fields."""
+    if isinstance(value, dict):
+        return {key: map_texts(function, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [map_texts(function, inner) for inner in value]
+    return function(value) if isinstance(value, str) else value
+
+
 # -- JSONL -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,28 +126,40 @@ def _text(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
 
 
 def _conversation(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
-    found = fields.get(field)
-    if not isinstance(found, list) or not found:
-        return None, "a list of messages"
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in found):
-        return None, 'a "role" in every message'
-    if not all(isinstance(m.get("content"), str) for m in found):
-        return None, 'text as "content" of every message'
-    if field != "prompt" and not any(m["role"] == "assistant" and m["content"].strip() for m in found):
-        return None, "an answer of the assistant"
-    return [m | {"content": replace_surrogates(m["content"])} for m in found], ""
+    return _talk({"messages": fields.get(field), "tools": fields.get("tools")})
 
 
 def _preference(fields: dict[str, Any], field: str) -> tuple[Raw | None, str]:
     """Return a prompt and two answers to it, all as text or all as messages."""
-    take = _conversation if isinstance(fields.get("prompt"), list) else _text
-    parts: Preference = {}
-    for name in ("prompt", "chosen", "rejected"):
-        found, lacks = take(fields, name)
-        if not isinstance(found, str | list):
-            return None, f'{lacks or "text"} as "{name}"'
-        parts[name] = found
-    return parts, ""
+    return _talk({name: fields.get(name) for name in ("prompt", "chosen", "rejected", "tools")})
+
+
+def _talk(parts: Talk) -> tuple[Raw | None, str]:
+    tools, pair = parts["tools"], "prompt" in parts
+    for name, part in parts.items():
+        if name == "tools":
+            is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+            lacks = "" if tools is None or is_list else "a list of objects"
+        elif pair and not isinstance(parts["prompt"], list):
+            lacks = "" if isinstance(part, str) and part.strip() else "text"
+        else:
+            lacks = _lacks_of(part, answers=name != "prompt")
+        if lacks:
+            return None, f'{lacks} as "{name}"' if pair or name == "tools" else lacks
+    return map_texts(replace_surrogates, parts), ""
+
+
+def _lacks_of(messages: Any, answers: bool) -> str:
+    """Return what `messages` lack to be a conversation, with an answer if `answers`. A tool call needs no text."""
+    if not isinstance(messages, list) or not messages:
+        return "a list of messages"
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        return 'a "role" in every message'
+    said = [m.get("content") or "" if m.get("tool_calls") else m.get("content") for m in messages]
+    if not all(isinstance(text, str) for text in said):
+        return 'text as "content" of every message'
+    spoken = (m for m, text in zip(messages, said, strict=True) if text.strip() or m.get("tool_calls"))
+    return "" if not answers or any(m["role"] == "assistant" for m in spoken) else "an answer of the assistant"
 
 
 def _read_jsonl(path: Path, field: str, start: int, take: Take = _text) -> Iterator[Record]:
@@ -232,14 +254,13 @@ def _read_rows(kind: str, path: Path, field: str, start: int) -> Iterator[Record
             for row, value in enumerate(column, first):
                 if row < start:
                     continue
-                try:
+                told = (
+                    f'{path} has bytes that are not UTF-8 text in column "{field}", row {row + 1:,}: write the column '
+                    "as UTF-8, or set data.field to another"
+                )
+                with reported(told, UnicodeDecodeError):
                     text = value.as_py()
                     text = text.decode() if isinstance(text, bytes) else text
-                except UnicodeDecodeError:
-                    raise UserError(
-                        f'{path} has bytes that are not UTF-8 text in column "{field}", row {row + 1:,}: write the '
-                        "column as UTF-8, or set data.field to another"
-                    ) from None
                 is_empty = text is None or not text.strip()
                 done = size * (row + 1) // rows
                 yield Record(None if is_empty else text, row + 1, done, "empty" if is_empty else "")
@@ -249,15 +270,12 @@ def _parquet_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, 
     """Yield batches of a column, each with the number of its first row. Row groups before `start` are not read."""
     with _extra("pyarrow.parquet", path).ParquetFile(path) as file:
         _check_column(path, field, file.schema_arrow)
-        row = 0
-        for group in range(file.num_row_groups):
-            here = file.metadata.row_group(group).num_rows
-            if row + here <= start:
-                row += here
-                continue
-            for batch in file.iter_batches(1024, row_groups=[group], columns=[field]):
-                yield row, batch.column(0)
-                row += len(batch)
+        ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=int)
+        passed = int(np.searchsorted(ends, start, side="right"))
+        row = int(ends[passed - 1]) if passed else 0
+        for batch in file.iter_batches(1024, row_groups=range(passed, len(ends)), columns=[field]):
+            yield row, batch.column(0)
+            row += len(batch)
 
 
 def _arrow_batches(path: Path, field: str, start: int) -> Iterator[tuple[int, Any]]:
@@ -280,6 +298,12 @@ def _open_arrow(path: Path) -> Iterator[Iterator[Any]]:
             reader = pyarrow.ipc.open_file(file)
             yield (reader.get_batch(i) for i in range(reader.num_record_batches))
         else:
+            file.seek(max(0, file.size() - len(_STREAM_END)))
+            complete = file.read() == _STREAM_END
+            file.seek(0)
+            # Streams of before Arrow 0.15 begin with a length and end otherwise.
+            if file.read(4) == _STREAM_END[:4] and not complete:
+                raise EOFError("it ends before its end mark")
             file.seek(0)
             yield iter(pyarrow.ipc.open_stream(file))
 
@@ -307,13 +331,9 @@ def _rows(kind: str, path: Path) -> int:
 
 def _extra(module: str, path: Path) -> Any:
     """Import an optional library, or raise a UserError that says how to install it."""
-    import importlib
-
-    try:
+    name = module.split(".")[0]
+    with reported(f"{path} needs {name}, which is not installed: pip install 'ironlaw[data]'", ImportError):
         return importlib.import_module(module)
-    except ImportError:
-        name = module.split(".")[0]
-        raise UserError(f"{path} needs {name}, which is not installed: pip install 'ironlaw[data]'") from None
 
 
 # -- Megatron --------------------------------------------------------------------------------------------------------

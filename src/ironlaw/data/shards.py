@@ -25,7 +25,7 @@ from ironlaw.data.readers import IDS, MARKS, UNLEARNED
 from ironlaw.data.splits import SPLITS, Split
 from ironlaw.data.tokenise import TextPiece
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, replacing, sha256
+from ironlaw.files import SEAL, is_sealed, read_json, replacing, sha256
 
 SCHEMA_VERSION = 2
 INDEX = "index.json"
@@ -190,6 +190,8 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
     try:
         index = read_json(folder / INDEX)
         schema = index["schema"]
+        if SEAL in index and not is_sealed(index):  # earlier versions did not write it
+            raise ValueError("changed")
         if schema == 1:
             index = _from_schema_1(index)
         width = np.dtype(index["dtype"]).itemsize
@@ -299,7 +301,8 @@ def join_splits(parts: Sequence[TokenSplit]) -> TokenSplit:
     marks = None
     if any(part.marks is not None for part in parts):
         marks = join([np.broadcast_to(np.uint8(0), len(p.tokens)) if p.marks is None else p.marks for p in parts])
-    return TokenSplit(join([part.tokens for part in parts]), bounds, sum(part.bytes for part in parts), marks)
+    known = all(part.bytes or not len(part.tokens) for part in parts)
+    return TokenSplit(join([p.tokens for p in parts]), bounds, sum(p.bytes for p in parts) if known else 0, marks)
 
 
 def _map(file: Path, dtype: np.dtype[Any]) -> np.ndarray:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,25 +16,101 @@ from typing import Any
 import numpy as np
 
 from ironlaw import units
-from ironlaw.data import building, megatron, shards
-from ironlaw.data import corpus as corpora
-from ironlaw.data import splits as splitting
+from ironlaw.data import building, megatron, readers, shards
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import DataConfig
+from ironlaw.data.corpus import Corpus, File
 from ironlaw.data.dataset import Dataset, open_dataset
-from ironlaw.data.sample import sample
-from ironlaw.data.splits import SPLITS
+from ironlaw.data.splits import SPLITS, Splitter, no_held_out_error, number, split
 from ironlaw.data.stats import unigram_loss
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import digest_of, read_json, sha256
+from ironlaw.files import digest_of, read_json, seal, sha256, write_json
+
+_SHARE = 2**20  # characters that any place may contribute
+_SPOTS = 64  # places that are sampled in all files of records together
+
+
+def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]:
+    """Yield up to `characters` of text in a fixed shuffled order.
+
+    No place contributes more than its share or 1 MB, so that one huge document does not dominate the sample.
+    """
+    places = list(_places(corpus))
+    places.sort(
+        key=lambda place: number(f"{place[0].name}{place[1] or ''}".encode("utf-8", "surrogateescape"), splitter.seed)
+    )
+    share = max(characters // max(1, len(places)), _SHARE)
+    left = characters
+    for file, start, stop in places:
+        room = min(share, left)
+        for text in _training_texts(corpus, splitter, file, start, stop):
+            text = text[:room]
+            room -= len(text)
+            left -= len(text)
+            yield text
+            if room <= 0:
+                break
+        if left <= 0:
+            return
+
+
+def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
+    """Yield (file, position to begin at, position of the next place or None)."""
+    records = sum(file.kind != "text" for file in corpus.files)
+    for file in corpus.files:
+        if file.kind == "text":
+            yield file, 0, None
+        else:
+            starts = readers.find_positions(file.kind, file.path, max(1, _SPOTS // records))
+            for start, stop in zip(starts, [*starts[1:], None], strict=True):
+                yield file, start, stop
+
+
+def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, stop: int | None) -> Iterator[str]:
+    contents: Iterator[readers.Content | None] = iter([corpus.text(file)] if file.kind == "text" else ())
+    if file.kind != "text":
+        contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
+    for content in contents:
+        if content is not None:
+            for split, part in splitter.parts(file, content):
+                if split == "train" and isinstance(part, str):
+                    yield part
+
+
+def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
+    for record in records:
+        yield None if isinstance(record.content, dict) else record.content  # conversations bring a tokenizer
+        if stop is not None and record.next >= stop:
+            return
+
+
+def shared_tokenizer(
+    config: DataConfig, vocab: int, sources: list[Corpus], all_text: bool = True
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer trained once, on text of every source by its weight."""
+    from tokenizers import __version__
+
+    key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
+    key += [(corpus.fingerprint(), corpus.source.field, corpus.source.weight) for corpus in sources]
+    folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
+    weights = sum(corpus.source.weight for corpus in sources)
+
+    def texts() -> Iterator[str]:
+        for corpus in sources:
+            splitter = split(corpus, config.validation_fraction, config.seed, all_text)
+            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * corpus.source.weight / weights))
+
+    building.make(folder, lambda place: tokenizers.train(texts(), vocab, place / "tokenizer.json"))
+    return tokenizers.load(folder / "tokenizer.json")
+
 
 Say = Callable[[str], None]
 _LARGE_BYTES = 2**30  # of text, which takes seconds to read
 
 
 def prepare_source(
-    config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    config: DataConfig, vocab: int, corpus: Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say,
 ) -> Dataset:  # fmt: skip
     """Prepare one source. Without `given`, a tokenizer is trained on the source."""
@@ -53,7 +130,7 @@ def prepare_source(
     return dataset
 
 
-def folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> str:
+def folder_name(config: DataConfig, vocab: int, corpus: Corpus, given: tokenizers.Tokenizer | None) -> str:
     """Return a readable name that differs whenever any token could differ."""
     key: dict[str, Any] = {
         # The standard library keeps schema 1: its tokens have not changed, so that cached ones are found.
@@ -78,7 +155,7 @@ def folder_name(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
 
 
 def _build(
-    config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None,
+    config: DataConfig, vocab: int, corpus: Corpus, given: tokenizers.Tokenizer | None,
     progress: shards.Progress | None, say: Say, folder: Path,
 ) -> None:  # fmt: skip
     """Fill `folder` with everything that `open_dataset` reads."""
@@ -86,7 +163,7 @@ def _build(
     start = time.perf_counter()
     if corpus.bytes > _LARGE_BYTES:
         say(f"Reading {units.bytes_(corpus.bytes)} to find which documents are held out")
-    splitter = splitting.split(corpus, config.validation_fraction, config.seed)
+    splitter = split(corpus, config.validation_fraction, config.seed)
     spent["read"] += time.perf_counter() - start
     start = time.perf_counter()
     tokenizer, described = _tokenizer(vocab, corpus, splitter, given, folder)
@@ -120,19 +197,20 @@ def _build(
     baseline = unigram_loss(train, validation, described["vocab"])
     spent["unigram"] += time.perf_counter() - start
     seconds = {stage: spent[stage] + work.seconds[stage] for stage in (*spent, *work.seconds)}
-    building.write_json(
-        folder / shards.INDEX,
-        {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds},
-    )
+    index = {"schema": shards.SCHEMA_VERSION} | index | {"unigram_loss": baseline, "seconds": seconds}
+    write_json(folder / shards.INDEX, seal(index))
 
 
 def _tokenizer(
-    vocab: int, corpus: corpora.Corpus, splitter: splitting.Splitter, given: tokenizers.Tokenizer | None, folder: Path
+    vocab: int, corpus: Corpus, splitter: Splitter, given: tokenizers.Tokenizer | None, folder: Path
 ) -> tuple[tokenizers.Tokenizer | None, dict[str, Any]]:
     """Return the tokenizer and its index entry. It is given, trained, or kept from an interrupted call."""
     file = folder / "tokenizer.json"
+    largest = _largest_id(corpus, given) if corpus.tokenised and corpus.chat is None else 0
+    if largest >= vocab:
+        raise _too_many(corpus, largest + 1, vocab)
     if corpus.tokenised and given is None:
-        return None, _describe_tokenizer(corpus, vocab)
+        return None, {"sha256": None, "vocab": largest + 1, "end_of_text": _last_id(corpus), "end_of_text_token": None}
     tokenizer = given
     if tokenizer is None:
         tokenizer = _read_unfinished_tokenizer(folder) or tokenizers.train(
@@ -157,12 +235,25 @@ def _read_unfinished_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
     return None
 
 
-def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
-    """Return what is known of the tokenizer that made the tokens: its largest id, and the id that ends documents."""
-    largest, ends = 0, set()
+def _largest_id(corpus: Corpus, given: tokenizers.Tokenizer | None) -> int:
+    """Return the largest id of tokens that were made elsewhere. UserError for ids that `given` cannot have made."""
+    tokens = [megatron.open_indexed(file.path).tokens for file in corpus.files]
+    smallest, largest = (int(of([of(some, initial=0) for some in tokens])) for of in (np.min, np.max))
+    if smallest < 0:
+        raise UserError(f"{corpus.root} holds token {smallest:,}, and ids begin at 0: write it again")
+    if given is not None and largest >= given.vocab:
+        raise UserError(
+            f"{corpus.root} holds token {largest:,}, and {given.path} has {given.vocab:,}: name the tokenizer that "
+            "made these tokens in data.tokenizer"
+        )
+    return largest
+
+
+def _last_id(corpus: Corpus) -> int:
+    """Return the id that ends documents."""
+    ends: set[int] = set()
     for file in corpus.files:
         indexed = megatron.open_indexed(file.path)
-        largest = max(largest, int(indexed.tokens.max()))
         full = np.flatnonzero(np.diff(indexed.bounds))[:1000]
         ends |= set(indexed.tokens[indexed.bounds[full + 1] - 1].tolist())
     if len(ends) != 1:
@@ -170,12 +261,10 @@ def _describe_tokenizer(corpus: corpora.Corpus, vocab: int) -> dict[str, Any]:
             f"the documents of {corpus.root} do not end in a token of their own: name their tokenizer in "
             "data.tokenizer, so that its end-of-text token can be put between them"
         )
-    if largest >= vocab:
-        raise _too_many(corpus, largest + 1, vocab)
-    return {"sha256": None, "vocab": largest + 1, "end_of_text": int(ends.pop()), "end_of_text_token": None}
+    return ends.pop()
 
 
-def _too_many(corpus: corpora.Corpus, held: int, vocab: int) -> UserError:
+def _too_many(corpus: Corpus, held: int, vocab: int) -> UserError:
     return UserError(
         f"{corpus.root} holds token {held - 1:,} but model.vocab = {vocab:,}: set model.vocab = {held} or more"
     )
@@ -189,4 +278,4 @@ def _check(index: dict[str, Any], folder: Path) -> None:
     if not any(documents.values()):
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
         raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
-    raise splitting.no_held_out_error(index["path"])
+    raise no_held_out_error(index["path"])

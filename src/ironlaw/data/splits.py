@@ -92,7 +92,8 @@ def split(corpus: Corpus, fraction: float, seed: int, all_text: bool = True) -> 
             if document.content is not None and document.file.kind != "text":
                 numbers.add(number(content_key(document.content), seed))
     found = threshold(numbers, fraction) if complete else int(fraction * _ALL)
-    return Splitter(seed, found, fraction, tail=complete and len(numbers) == 1, names=names if corpus.stdlib else None)
+    tail = complete and len(numbers) == 1 and corpus.source.format != "pairs"  # half a pair is none
+    return Splitter(seed, found, fraction, tail, names=names if corpus.stdlib else None)
 
 
 def threshold(numbers: Iterable[int], fraction: float) -> int:

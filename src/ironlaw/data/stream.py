@@ -28,8 +28,8 @@ from ironlaw.data.batches import empty, fill_row
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
-from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import TokenSplit, token_dtype
+from ironlaw.data.source import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, read_pieces, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import append_json_line, digest_of, read_json_lines, sha256

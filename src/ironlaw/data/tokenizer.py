@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import at_home, cache_folder, read_json_or_empty
 
 if TYPE_CHECKING:
@@ -200,11 +200,9 @@ def read_tokenizer(file: Path) -> HuggingFaceTokenizer:
     UserError for a file that is none."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-    try:
+    # The library raises a bare Exception for every malformed file.
+    with reported(f"{file} is not a Hugging Face tokenizer.json ({{reason}}): export one with save()", Exception):
         inner = HuggingFaceTokenizer.from_file(str(file))
-    except Exception as error:  # the library raises a bare Exception for every malformed file
-        reason = " ".join(str(error).split())
-        raise UserError(f"{file} is not a Hugging Face tokenizer.json ({reason}): export one with save()") from None
     inner.no_padding()
     inner.no_truncation()
     return inner

@@ -78,13 +78,9 @@ def recipe_of(
         cast(Precision, number_format(precision).held_as), cuda, onednn, gloo,
         policies(config.recompute, config.model), loss_chunk(config, cuda), config.optimizer, config.communication,
         config.train.offload, config.train.average_decay is not None,
-        0 < config.checkpoint.every < config.train.steps, compiled=compiles_blocks(config, cuda),
+        0 < config.checkpoint.every < config.train.steps,
+        compiled=config.train.compile in ("on", "graphs") or (config.train.compile == "auto" and cuda),
     )  # fmt: skip
-
-
-def compiles_blocks(config: RunConfig, cuda: bool) -> bool:
-    """Returns whether the trainer compiles blocks."""
-    return config.train.compile in ("on", "graphs") or (config.train.compile == "auto" and cuda)
 
 
 def loss_chunk(config: RunConfig, cuda: bool = False) -> int:

@@ -174,7 +174,7 @@ class Server:
         asked = body.grammar()
         if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
-        grammar = None if asked is None else compile_grammar(*asked)
+        state = None if asked is None else State(compile_grammar(*asked), self._token_table)
         for token in (*(body.logit_bias or {}), *body.stop_token_ids):
             if not 0 <= token < self.engine.model_config.vocab:
                 raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
@@ -183,11 +183,11 @@ class Server:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)
             for number in range(body.n):  # answers with one seed differ from each other, but can be reproduced
                 seed = None if body.seed is None else body.seed + 0x9E3779B9 * number
-                state = None if grammar is None else State(grammar, self._token_table)
                 reader = TextDecoder(form.reader(), sampling.stop, sampling.include_stop)
                 on_output = partial(self._on_output, job, len(job.requests), reader)
+                own = None if state is None else state.copy()
                 job.requests.append(
-                    Request(prompt, replace(sampling, seed=seed), on_output, reader, body.priority, state=state)
+                    Request(prompt, replace(sampling, seed=seed), on_output, reader, body.priority, state=own)
                 )
         return job
 

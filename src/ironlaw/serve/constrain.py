@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ class State:
         self.matcher = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         self._compute_mask()
 
+    def copy(self) -> State:
+        """Return a state that advances separately: large constraints take a second to prepare, and n answers have n."""
+        other = copy(self)
+        other.matcher = self.matcher.deep_copy()
+        return other
+
     def take(self, token: int) -> None:
         """Advance by a token of the answer."""
         self.matcher.consume_token(token)
@@ -44,7 +51,10 @@ class State:
         self._bits = torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.uint8)
         # The library raises nothing: it allows the end of text alone, as if the answer were whole.
         if self.matcher.is_error():
-            raise UserError(f"the form of the answer cannot be followed: {self.matcher.get_error().splitlines()[0]}")
+            why = self.matcher.get_error().splitlines()[0]
+            raise UserError(
+                f"the form of the answer cannot be followed ({why}): send one that text can have, or smaller"
+            )
 
 
 def allowed_tokens(rows: Sequence[Row], vocab: int) -> Tensor | None:

@@ -8,8 +8,8 @@ next steps run.
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,22 +17,113 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ironlaw import units
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
-from ironlaw.files import digest_of, read_json, sha256, write_text
+from ironlaw.errors import UserError, reported
+from ironlaw.files import is_sealed, read_json, seal, sha256, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.parameters import model_parameters
 from ironlaw.train.run_directory import RunDirectory, existing_folder, sync_folder
-from ironlaw.train.state import Stateful, host_copy, load_unique_weights, unique_weights
 from ironlaw.workload.blocks import FP32
 from ironlaw.workload.finetune import adapter_parameters
 from ironlaw.workload.optimizers import state_bytes
+
+
+class Stateful(Protocol):
+    """A part of the training state, such as the optimizer, the loss scaler, averaged weights or random generators.
+
+    `state_dict` returns tensors, numbers, strings, None, and dicts, lists and tuples of them, which
+    `torch.load(weights_only=True)` can read.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators that `RandomState` saves."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+class RandomState:
+    """The state of every random generator that a step may use: torch's on each device, NumPy's and Python's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+        state: dict[str, Any] = {
+            "cpu": torch.get_rng_state(),
+            "numpy": [str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss],
+            "python": random.getstate(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        torch.set_rng_state(state_dict["cpu"])
+        if "numpy" in state_dict:
+            name, keys, position, has_gauss, gauss = state_dict["numpy"]
+            np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+        if "python" in state_dict:
+            version, words, gauss_next = state_dict["python"]
+            random.setstate((version, tuple(words), gauss_next))
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state_dict["cuda"])
+
+
+def host_copy(tree: Any) -> Any:
+    """Return `tree` with every tensor copied to host memory. Shared tensors stay shared.
+
+    Copies from CUDA go to pinned memory asynchronously; the function returns when all are complete.
+    """
+    seen: dict[tuple[Any, ...], Tensor] = {}
+    waiting: set[torch.device] = set()
+
+    def copy(tensor: Tensor) -> Tensor:
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if tensor.numel() == 0 or key not in seen:
+            seen[key] = _copied(tensor.detach(), waiting)
+        return seen[key]
+
+    copied = tree_map_only(Tensor, copy, tree)
+    for device in waiting:
+        torch.cuda.synchronize(device)
+    return copied
+
+
+def _copied(tensor: Tensor, waiting: set[torch.device]) -> Tensor:
+    if tensor.device.type != "cuda":
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    waiting.add(tensor.device)
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)
+
+
+def unique_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict with one name for each shared tensor, without the prefixes added by compilation."""
+    seen: set[int] = set()
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            weights[name] = tensor.detach()
+    return weights
+
+
+def load_unique_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load `unique_weights`. A tied output layer is loaded with the embedding."""
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    assert all(name == "head.weight" for name in missing), missing
+
 
 SCHEMA_VERSION = 2  # version 1, whose training.pt had only the optimizer and torch's generators, is still read
 WEIGHTS, STATE, INDEX = "model.safetensors", "training.pt", "checkpoint.json"
@@ -87,13 +178,12 @@ class WholeFiles:
                 {"cuda": saved.pop("cuda_random")} if "cuda_random" in saved else {}
             )
         for name in states.keys() & saved.keys():
-            try:
+            told = (
+                f"the {name} state in {folder} is of another kind ({{reason}}): resume with the config it was trained "
+                "with, or start anew from its weights with train.start_from"
+            )
+            with reported(told, ValueError, KeyError, RuntimeError):
                 states[name].load_state_dict(saved[name])
-            except (ValueError, KeyError, RuntimeError) as error:
-                raise UserError(
-                    f"the {name} state in {folder} is of another kind ({str(error).splitlines()[0]}): resume with the "
-                    "config it was trained with, or start anew from its weights with train.start_from"
-                ) from None
         return sorted(states.keys() - saved.keys())
 
     def _weights(self, model: nn.Module) -> dict[str, Tensor]:
@@ -179,7 +269,7 @@ def read_index(path: Path) -> Checkpoint:
     problem = "is damaged"
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         index = read_json(path / INDEX)
-        whole = index["index_sha256"] == _index_sha256(index)
+        whole = is_sealed(index)
         if whole and index["schema_version"] > SCHEMA_VERSION:
             problem = "was written by a newer Ironlaw"
         elif whole and index["step"] == step_of(path) and isinstance(index.get("store", ""), str):
@@ -203,9 +293,8 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 def write_index(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """Write the index with the files' checksums and its own, which protects the step from which a run resumes."""
-    index = {"schema_version": SCHEMA_VERSION, **about}
-    index["index_sha256"] = _index_sha256(index)
-    write_text(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    index = seal({"schema_version": SCHEMA_VERSION, **about})
+    write_json(folder / INDEX, index)
     return index
 
 
@@ -234,7 +323,3 @@ def step_of(path: Path) -> int:
 
 def name_of(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _index_sha256(index: dict[str, Any]) -> str:
-    return digest_of({key: value for key, value in index.items() if key != "index_sha256"})

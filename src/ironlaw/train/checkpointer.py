@@ -11,12 +11,13 @@ checkpoint is tried when it is due.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,11 @@ from ironlaw.files import FULL, read_json_or_empty, write_text
 from ironlaw.model.config import ModelConfig
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.train import checkpoint as disk
-from ironlaw.train.checkpoint import Checkpoint, Store, WholeFiles
+from ironlaw.train.checkpoint import Checkpoint, Stateful, Store, WholeFiles
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.state import Stateful
 
-NICENESS = 10  # on CPU runs the writer shares cores with training, which takes precedence
+NICENESS = 10
 
 
 class Checkpointer:
@@ -63,8 +63,8 @@ class Checkpointer:
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy
         self._taken: tuple[dict[str, Any], Any] | None = None  # index fields and tensors to write
-        self._thread: threading.Thread | None = None
-        self._bug: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
+        self._writing: Future[None] | None = None
 
     def take(
         self, step: int, tokens: int, model: nn.Module, states: Mapping[str, Stateful],
@@ -86,20 +86,14 @@ class Checkpointer:
 
     def write(self) -> None:
         """Start writing the last copy, if there is one."""
-        if self._taken is None:
-            return
-        self._thread = threading.Thread(target=self._run, name="checkpoint", args=self._taken, daemon=True)
-        self._taken = None
-        self._thread.start()
+        if self._taken is not None:
+            self._writing, self._taken = self._thread.submit(self._write, *self._taken), None
 
     def wait(self) -> None:
-        """Wait for the write in progress, if any. Re-raises a programming error of the thread."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._bug is not None:
-            bug, self._bug = self._bug, None
-            raise bug
+        """Wait for the write in progress, if any. Raises a programming error of the thread."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def finish(self) -> None:
         """Wait for the last write. Raises UserError if it failed, since there is no later attempt."""
@@ -109,20 +103,13 @@ class Checkpointer:
 
     # -- in the thread ---------------------------------------------------------------------------------------
 
-    def _run(self, about: dict[str, Any], taken: Any) -> None:
-        with contextlib.suppress(OSError):  # on Linux the priority is the thread's own
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        try:
-            self._write(about, taken)
-        except BaseException as error:  # re-raised in `wait`: a thread's own traceback would only be printed
-            self._bug = error
-
     def _write(self, about: dict[str, Any], taken: Any) -> None:
         """Create the folder, write the files and the index, rename. All ranks complete each stage or all give up."""
         step = about["step"]
         final = self.folder / disk.name_of(step)
         partial = self.folder / f".{final.name}.{self.ranks.gather(os.getpid())[0]}.partial"
         digests: dict[str, str] = {}
+        bugs: list[Exception] = []
 
         def prepare() -> None:
             self.before_write()
@@ -140,30 +127,28 @@ class Checkpointer:
             self.last = Checkpoint(final, step, about["tokens"], index)
             self._drop_old()
 
+        def attempt(stage: Callable[[], None], here: bool = True) -> str | None:
+            """Run a stage. Returns, on every rank, why it failed on the first one where it did."""
+            problem = None
+            try:
+                if here:
+                    stage()
+            except Exception as error:
+                problem = self._disk_problem(error, step)
+                if problem is None:
+                    bugs.append(error)
+                    problem = f"the checkpoint of step {step} was not written: {error}"
+            return next((found for found in self.ranks.gather(problem) if found is not None), None)
+
         first = self.ranks.rank == 0
-        problem = self._attempt(prepare, step) if first else None
-        problem = problem if self._first_problem(problem) else self._attempt(write, step)
+        self.failure = attempt(prepare, first) or attempt(write)
         by_rank = self.ranks.gather(digests)
-        if not self._first_problem(problem):
-            problem = self._attempt(commit, step) if first else None
-        self.failure = self._first_problem(problem)
+        self.failure = self.failure or attempt(commit, first)
         if self.failure is not None and first:
             shutil.rmtree(partial, ignore_errors=True)
             self.say(f"{self.failure}; training goes on")
-
-    def _attempt(self, stage: Callable[[], None], step: int) -> str | None:
-        """Run a stage. Returns None, or a one-line description of why it failed on this rank."""
-        try:
-            stage()
-        except Exception as error:
-            problem = self._disk_problem(error, step)
-            if problem is None:  # a bug, not a disk problem
-                self._bug = error
-            return problem or f"the checkpoint of step {step} was not written: {error}"
-        return None
-
-    def _first_problem(self, problem: str | None) -> str | None:
-        return next((found for found in self.ranks.gather(problem) if found is not None), None)
+        if bugs:
+            raise bugs[0]
 
     def _disk_problem(self, error: Exception, step: int) -> str | None:
         """Describe a disk error, or return None. Writers wrap OS errors in own types, so free space and
@@ -172,7 +157,8 @@ class Checkpointer:
         lost = f"the checkpoint of step {step} was not written, {kept} intact"
         full = getattr(error, "errno", None) in FULL
         if not full and isinstance(error, OSError | RuntimeError | SafetensorError):
-            full = _free_bytes(self.folder) < self.copied_bytes
+            with suppress(OSError):
+                full = shutil.disk_usage(self.folder).free < self.copied_bytes
         if full:
             return f"the disk is full: {lost}; free some space"
         if isinstance(error, OSError) or not self.folder.is_dir():
@@ -197,11 +183,10 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _free_bytes(folder: Path) -> float:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return float("inf")
+def _give_way() -> None:
+    """Let training, which shares the cores on a CPU, take precedence over this thread."""
+    with suppress(OSError):  # on Linux the priority is the thread's own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _validation_loss(path: Path) -> float | None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import open_file, read_json, write_json
 from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
@@ -207,12 +207,9 @@ def check_adapter(folder: Path, finetune: FinetuneConfig) -> None:
     """Raise UserError unless `folder` holds an adapter of this rank, alpha and method."""
     if not (folder / CONFIG).is_file() or not (folder / WEIGHTS).is_file():
         raise UserError(f"no adapter in {folder}: give a directory with {CONFIG} and {WEIGHTS}")
-    try:
+    told = f"{folder / CONFIG} has a value of another type than PEFT writes: {{reason}}"
+    with reported(told, TypeError, AttributeError, ArithmeticError, ValueError):
         _check_fields(folder, read_json(folder / CONFIG), finetune)
-    except (TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{folder / CONFIG} has a value of another type than PEFT writes: {error}") from None
 
 
 def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig) -> None:
@@ -241,10 +238,8 @@ def _check_fields(folder: Path, fields: dict[str, Any], finetune: FinetuneConfig
 def read_adapter(folder: Path, model: nn.Module, config: ModelConfig, names: Names, finetune: FinetuneConfig) -> None:
     """Copy PEFT's tensors into the adapters of `model`. Raises UserError if they do not match the targets."""
     check_adapter(folder, finetune)
-    try:
+    with reported(f"{folder / WEIGHTS} cannot be read ({{reason}})", SafetensorError):
         there = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} cannot be read ({error})") from None
     known, chosen = set(), adapters_of(config, names, finetune)
     for entry in chosen.saved:
         theirs = [PREFIX + name for name in entry.theirs]

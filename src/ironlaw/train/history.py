@@ -20,13 +20,12 @@ from pydantic.dataclasses import dataclass
 
 from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
-from ironlaw.errors import UserError
+from ironlaw.errors import reported
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.jsonl import JsonLines, append_line, read_lines
-from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.run_directory import JsonLines, RunDirectory, append_line, read_lines
 from ironlaw.train.tracking import Tracking
 
 
@@ -142,13 +141,12 @@ class Sessions:
 def read_sessions(path: Path) -> list[Session]:
     """Return the sessions in order of number. If a session has several end lines, the last one counts."""
     found: dict[int, dict[str, Any]] = {}
-    try:
+    told = f"{path} has a line of no session: remove it, or give a new --out"
+    with reported(told, KeyError, TypeError, ValueError):
         for line in read_lines(path):
             if "started" in line or line["session"] in found:
                 found[line["session"]] = found.get(line["session"], {}) | line
         return [Session(**fields) for _, fields in sorted(found.items())]
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} has a line of no session: remove it, or give a new --out") from None
 
 
 def step_times(entry: dict[str, Any]) -> StepTimes:
@@ -173,11 +171,9 @@ def load_step_profile(path: Path, observed: Observations) -> None:
     """Load the profile of an earlier session, which counts unless this one makes its own."""
     if path.is_file():
         ledger = Ledger.load(path)
-        try:
+        with reported(f"{path} is damaged: it lacks {{reason}}; remove it, or take it from a copy", KeyError):
             observed.profiled_seconds = ledger.facts["profiled_seconds"]
             observed.profile = StepProfile(ledger.lines, ledger.facts["peak_bytes"], ledger.facts["peak_parts"])
-        except KeyError as error:
-            raise UserError(f"{path} is damaged: it lacks {error}; remove it, or take it from a copy") from None
 
 
 class Journal:

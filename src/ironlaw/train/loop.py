@@ -34,17 +34,16 @@ from ironlaw.observe.measured import Observations, warmup_steps
 from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profiled, read_profile, scope
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint
+from ironlaw.train.checkpoint import RandomState, Stateful, seed_everything
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
-from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.offload import Transfer
 from ironlaw.train.recovery import Recovery, Rollback, handle_spike
 from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
-from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.state import RandomState, Stateful, seed_everything
+from ironlaw.train.run_directory import RunDirectory, read_lines
 from ironlaw.train.step import Step
 
 REPLAN_AFTER_STEPS = 3  # after the warm-up: their median predicts the others within the spread of single steps

@@ -23,6 +23,7 @@ from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.profile import scope
 from ironlaw.observe.spans import MODULE_SCOPE
+from ironlaw.schema import refuse
 from ironlaw.train.checkpoint import Checkpoint
 from ironlaw.train.finetune import base_digest
 from ironlaw.train.restore import load_first_weights, load_trained
@@ -36,9 +37,10 @@ class CrossEntropy:
     second: Transformer | None = None  # a frozen model used beside the trained one
 
     def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
-        return model(batch.inputs, batch.targets, samples, batch.documents, reduction)
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
+        balance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return model(batch.inputs, batch.targets, samples, batch.documents, reduction, balance)
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
         """Return the number of targets."""
@@ -53,16 +55,28 @@ class CrossEntropy:
             return float(model(batch.inputs, batch.targets, documents=batch.documents)) * counted, counted
 
 
-class Distillation(CrossEntropy):
+class _Summed(CrossEntropy):
+    """An objective that is computed as a sum over items, of a model without experts."""
+
+    def __call__(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
+        balance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        total = self.total(model, batch, samples)
+        return total if reduction == "sum" else total / self.count(batch)
+
+    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class Distillation(_Summed):
     """(1 - w) cross-entropy + w T^2 KL(teacher || student) of logits divided by T (arXiv 1503.02531, section 2), plus
     `hidden` (1 - cosine) of the last hidden states. On held-out text, the student's cross-entropy alone is used."""
 
     def __init__(self, config: ObjectiveConfig, teacher: Transformer) -> None:
         self.config, self.second = config, teacher
 
-    def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
         assert self.second is not None
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN):
             taught_hidden, taught = outputs(self.second, batch)
@@ -76,10 +90,10 @@ class Distillation(CrossEntropy):
         if self.config.hidden:
             ours, theirs = (x.flatten(0, 1)[learned].float() for x in (hidden, taught_hidden))
             loss = loss + self.config.hidden * (1 - F.cosine_similarity(ours, theirs, dim=-1)).sum()
-        return loss if reduction == "sum" else loss / learned.sum()
+        return loss
 
 
-class Preference(CrossEntropy):
+class Preference(_Summed):
     """DPO (arXiv 2305.18290, equation 7): -log sigmoid(beta (m - m_reference)), where m is the log-probability of the
     chosen answer minus that of the rejected one. Documents 2 i and 2 i + 1 of a row are the answers of pair i."""
 
@@ -89,14 +103,11 @@ class Preference(CrossEntropy):
         """If `reference` is None, the model without its adapters is the reference."""
         self.beta, self.second = beta, reference
 
-    def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean"
-    ) -> Tensor:
+    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
         other = _without_adapters(model) if self.second is None else nullcontext(self.second)
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN), other as frozen:
             reference = margins(frozen, batch)
-        losses = -F.logsigmoid(self.beta * (margins(model, batch, samples) - reference))
-        return losses.sum() if reduction == "sum" else losses.mean()
+        return -F.logsigmoid(self.beta * (margins(model, batch, samples) - reference)).sum()
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
         """Return the number of pairs."""
@@ -104,7 +115,7 @@ class Preference(CrossEntropy):
 
     def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
         with autocast():
-            return float(self(model, batch, reduction="sum")), int(self.count(batch))
+            return float(self.total(model, batch, None)), int(self.count(batch))
 
 
 def outputs(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -178,18 +189,17 @@ def _distillation(config: RunConfig, device: torch.device) -> CrossEntropy:
     path = second_model_path(config)
     assert path is not None
     teacher = load_trained(path, needs_text=False).model
-    if teacher.config.vocab != config.model.vocab:
-        raise UserError(
-            f"the teacher {path} has a vocabulary of {teacher.config.vocab:,}, model.vocab = {config.model.vocab:,}: a "
-            "student has its teacher's tokenizer, so set model.vocab and data.tokenizer to its"
-        )
-    if teacher.config.context < config.sequence:
-        raise UserError(f"the teacher reads {teacher.config.context:,} tokens: use train.sequence of that or less")
-    if config.objective.hidden and teacher.config.hidden != config.model.hidden:
-        raise UserError(
-            f"objective.hidden compares states of one width, the teacher's is {teacher.config.hidden:,}: use "
-            f"model.hidden = {teacher.config.hidden} or objective.hidden = 0"
-        )
+    theirs, ours = teacher.config, config.model
+    refuse((
+        (theirs.vocab != ours.vocab,
+         f"the teacher {path} has a vocabulary of {theirs.vocab:,}, model.vocab = {ours.vocab:,}: a student has its "
+         "teacher's tokenizer, so set model.vocab and data.tokenizer to its"),
+        (theirs.context < config.sequence,
+         f"the teacher reads {theirs.context:,} tokens: use train.sequence of that or less"),
+        (config.objective.hidden and theirs.hidden != ours.hidden,
+         f"objective.hidden compares states of one width, the teacher's is {theirs.hidden:,}: use model.hidden = "
+         f"{theirs.hidden} or objective.hidden = 0"),
+    ))  # fmt: skip
     return Distillation(config.objective, _frozen(teacher, device))
 
 

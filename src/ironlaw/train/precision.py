@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ironlaw.catalog.formats import PrecisionRecipe, number_format, precision_recipe
 from ironlaw.config import ScalerConfig, TrainConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.model.linear import Linear, RoundedLinear, become, capability
 from ironlaw.numerics.products import ROTATION_SEED, Moment, emulate, make_aware, rotation
 from ironlaw.workload.conventions import whole_tiles
@@ -58,7 +58,7 @@ def prepare(
 def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
     """Run the linear layers of the recipe's blocks by torchao. The output layer is left out, as it costs accuracy."""
     layers = nn.ModuleList(list(blocks)[: rules.blocks(len(blocks))])
-    try:
+    with reported(f"train.precision = \"{rules.name}\" needs torchao: pip install 'ironlaw[quant]'", ImportError):
         if rules.name in PRODUCTS:
             use_product(layers, PRODUCTS[rules.name](), rules)
         else:
@@ -68,8 +68,6 @@ def _by_torchao(blocks: nn.ModuleList, rules: PrecisionRecipe) -> None:
             convert_to_float8_training(
                 layers, module_filter_fn=lambda layer, _: has_whole_tiles(layer, rules), config=config
             )
-    except ImportError:
-        raise UserError(f"train.precision = \"{rules.name}\" needs torchao: pip install 'ironlaw[quant]'") from None
 
 
 Product = Callable[[Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw.config import RecoveryConfig
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import read_json
 from ironlaw.train import checkpoint as disk
 from ironlaw.train.checkpoint import Checkpoint
@@ -222,13 +222,9 @@ def handle_spike(
                 f"{_REMEDY}"
             )
         record["event"] = "spike"
-    try:
+    told = "a loss spike, and its event cannot be written ({reason}): free some space and run again with --resume"
+    with reported(told, OSError):
         event(**record)
-    except OSError as error:
-        raise UserError(
-            f"a loss spike, and its event cannot be written ({error.strerror}): free some space and run again with "
-            "--resume"
-        ) from None
     if record["event"] == "spike":
         say(f"loss spike in step {spike.first_step} ({spike.reason}); no checkpoint before it, training goes on")
         return None

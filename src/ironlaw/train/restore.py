@@ -20,7 +20,7 @@ from ironlaw.config import load_config
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.tokenizer import Tokenizer, has_tokenizer
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.config import ModelConfig
@@ -30,10 +30,19 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
 from ironlaw.train.average import WeightAverage
-from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles, check_model, newest_of
+from ironlaw.train.checkpoint import (
+    AdapterFiles,
+    Checkpoint,
+    Stateful,
+    Store,
+    WholeFiles,
+    check_model,
+    load_unique_weights,
+    newest_of,
+    unique_weights,
+)
 from ironlaw.train.finetune import add_adapters, base_digest, check_adapter, merge
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.state import Stateful, load_unique_weights, unique_weights
 from ironlaw.workload.finetune import FinetuneConfig, adapters_of
 
 FILE = "quantized.safetensors"
@@ -148,14 +157,9 @@ def load(
     store = STORES.get(name)
     if store is None:
         raise UserError(f"the checkpoint {checkpoint.path} is stored as {checkpoint.index['store']!r}, unknown here")
-    try:
+    told = f"the files of {checkpoint.path} are not those of its index ({{reason}}): changed by hand? take another"
+    with reported(told, *_FOREIGN):
         return store.read(checkpoint.path, model, states or {})
-    except _FOREIGN as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise UserError(
-            f"the files of {checkpoint.path} are not those of its index ({type(error).__name__}: {first}): they were "
-            "changed by hand; take another checkpoint"
-        ) from None
 
 
 def check_first_weights(source: str, config: ModelConfig) -> None:
@@ -193,9 +197,19 @@ def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig
 
 
 def load_adapted(checkpoint: Checkpoint, model: nn.Module, config: ModelConfig) -> None:
-    """Load the base and the adapters of a checkpoint into a `model` without adapters."""
-    index: Mapping[str, Any] = checkpoint.index
-    finetune, source = FinetuneConfig(**index["finetune"] | {"start_from": None}), str(index["base"]["path"])
+    """Load the base and the adapters of a checkpoint into a `model` without adapters.
+
+    The run's config says where the base is, so that a user can correct it when a base has moved.
+    """
+    index, run = checkpoint.index, RunDirectory(checkpoint.path.parents[1])
+    finetune = FinetuneConfig(**index["finetune"] | {"start_from": None})
+    written = load_config(run.config_file).train.start_from if run.is_run else None
+    source = written or str(index["base"]["path"])
+    if not Path(source).is_dir():
+        raise UserError(
+            f"{source}, which {run.path} adapts, is no longer there: put it back, or write where it is as "
+            f"train.start_from in {run.config_file}"
+        )
     check_base(finetune, source, config, checkpoint)
     load_first_weights(source, model, config)
     with torch.random.fork_rng(devices=[]):  # adapters are initialized at random before they are read

@@ -19,7 +19,7 @@ from ironlaw.data.loader import Loader
 from ironlaw.data.prepare import prepare
 from ironlaw.data.shards import Progress
 from ironlaw.errors import UserError
-from ironlaw.files import at_home
+from ironlaw.files import at_home, copy_file
 from ironlaw.ledger import Ledger
 from ironlaw.machine import interference
 from ironlaw.machine.measure import Probe
@@ -30,7 +30,6 @@ from ironlaw.plan.step import plan_run
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.history import write_event
-from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.objective import check_second_model
@@ -38,7 +37,7 @@ from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
 from ironlaw.train.result import Outcome
-from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
+from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked, read_lines
 from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
@@ -106,7 +105,7 @@ def run_training(
                 lock()
             plan.save(run.plan_file)
             if dataset.tokenizer_path is not None:
-                shutil.copyfile(dataset.tokenizer_path, run.tokenizer_file)
+                copy_file(dataset.tokenizer_path, run.tokenizer_file)
                 if config.data.tokenizer is not None:
                     from ironlaw.data.chat import write_tokenizer_fields
 
@@ -172,6 +171,9 @@ def check_start(
         check_text(at_home(config.objective.teacher), dataset, teaches=True)
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
+    cut = loader.facts().get("documents_cut_fraction", 0.0)
+    if dataset.train.marks is not None and cut:
+        say(f"{cut:.0%} of the conversations are longer than a sequence and are cut: raise train.sequence")
     next(loader.validation(config.micro_batch, 1))
     recovery = Recovery(config.recovery, read_lines(run.events_file))
     start = checkpoint.newest(

@@ -29,16 +29,14 @@ from ironlaw.observe.trials import misaligned_weights, odd_sizes
 from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
-from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Store, WholeFiles
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, Store, WholeFiles
 from ironlaw.train.finetune import add_adapters, base_digest, base_fields
-from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
 from ironlaw.train.offload import ActivationOffload, TransferStream
-from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
+from ironlaw.train.optimizer import HostOptimizer, build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
-from ironlaw.train.state import Stateful
 from ironlaw.workload.sections import FROZEN
 
 
@@ -148,10 +146,13 @@ class Step:
         PyTorch's optimizers load their settings too: those of the config, which may have changed, are put back.
         """
         settings = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        missing = load(checkpoint, self.model, self.config.model, states)
+        missing = self._read(checkpoint, states)
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)
         return missing
+
+    def _read(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
+        return load(checkpoint, self.model, self.config.model, states)
 
     def trained(self) -> dict[str, Tensor]:
         """Return the unsharded trained tensors by name, on the rank that writes them."""
@@ -235,10 +236,10 @@ class Step:
         self, micro: Batch[Tensor], batch: Batch[Tensor], counted: Tensor | None, samples: Tensor | None
     ) -> Tensor:
         """Return a micro-batch's share of the loss. Shares add up to the batch mean even if targets are uneven."""
-        if counted is not None and self.config.model.moe:  # load-balancing losses need a mean, not a sum
-            return self.objective(self.model, micro, samples) * self.objective.count(micro) / counted
         if counted is not None:
-            return self.objective(self.model, micro, samples, "sum") / counted
+            # Losses that balance experts are means: their share of the batch is that of the micro-batch's targets.
+            balance = self.objective.count(micro).float() if self.config.model.moe else None
+            return self.objective(self.model, micro, samples, "sum", balance) / counted
         loss = self.objective(self.model, micro, samples)
         if len(batch.inputs) % self.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -343,6 +344,25 @@ def test_a_command_that_starts_one_copy_says_so(target: str) -> None:
     two = replace(served(), engine=serving_engine(target), layout=ServingLayout(replicas=2))
     line = emit_serving(target, two, parse_request("input=10 output=10 concurrency=6"))
     assert "one of 2 copies" in emit_notes(target, two)[1] and (target != "llama.cpp" or "--parallel 3" in line)
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "reason"),
+    [("vllm", {"layout": ServingLayout(tp=3)}, "equally many of 32 heads"),
+     ("vllm", {"layout": ServingLayout(attention_dp=2)}, "llama3-8b has none: leave ep= out"),
+     ("llama.cpp", {"formats": Formats("int4-awq")}, "hold no int4-awq: use for example --weights q4_k_m"),
+     ("tensorrt-llm", {"device": accelerator("mi300x")}, "not on mi300x: use vllm")],
+)  # fmt: skip
+def test_a_command_that_its_engine_would_refuse_is_not_written(target: str, change: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        emit_serving(target, replace(served(engine=target), **change), parse_request("input=10 output=10"))
+
+
+def test_a_command_leaves_to_the_engine_what_it_decides() -> None:
+    """vLLM reads a checkpoint's own format, and its kernel depends on the device. llama.cpp has 256 slots at most."""
+    request = parse_request("input=10 output=10 concurrency=900")
+    assert "--quantization" not in emit_serving("vllm", served(weights="int4-gptq"), request)
+    assert "--parallel 256" in emit_serving("llama.cpp", served(engine="llama.cpp"), request)
 
 
 @pytest.mark.parametrize(

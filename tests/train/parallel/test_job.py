@@ -116,6 +116,14 @@ def test_ranks_go_on_from_one_process_and_start_from_its_weights(
         on_two(two, train__start_from=from_there, train__steps=3, **layout)
         assert losses(two) == pytest.approx(losses(alone), rel=1e-5)
         assert losses(alone)[0] < losses(tmp_path / "one")[0] - 0.01  # not from scratch
+    # Two optimizers in one, which ranks load as one process does: with the settings of their own session.
+    muon = ("train", config, "--set", "optimizer.name=muon", "--set", "train.steps=3", "--out")
+    for out in ("muon", "two_muon"):
+        assert ironlaw_here(*muon, tmp_path / out)[0] == 0
+    assert ironlaw_here(*muon, tmp_path / "muon", "--resume", "--set", "train.steps=8", "--set",
+                        "optimizer.weight_decay=9.0")[0] == 0  # fmt: skip
+    on_two(tmp_path / "two_muon", True, optimizer__name="muon", optimizer__weight_decay=9.0, train__steps=8)
+    assert losses(tmp_path / "two_muon") == pytest.approx(losses(tmp_path / "muon"), rel=1e-4)
 
 
 @pytest.mark.long

@@ -3,7 +3,7 @@ check."""
 
 from __future__ import annotations
 
-from functools import cache
+from copy import deepcopy
 from typing import Any
 
 from ironlaw.catalog.figures import read_toml, stems
@@ -48,11 +48,11 @@ def model_entry(name: str) -> dict[str, Any]:
 
 def repository(name: str) -> str:
     """Return a catalogued model's repository on huggingface.co. Other names are repositories or folders already."""
-    return str(_families("repositories").get(name, name))
+    return str(read_toml("models", "families", "repositories.toml").get(name, name))
 
 
 def model_figures(name: str) -> dict[str, Any]:
-    return dict(model_entry(name)["model"])
+    return deepcopy(model_entry(name)["model"])
 
 
 def _family(name: str | None) -> dict[str, Any]:
@@ -63,9 +63,4 @@ def _family(name: str | None) -> dict[str, Any]:
 
 
 def _released() -> dict[str, Any]:
-    return _families("released")
-
-
-@cache
-def _families(name: str) -> dict[str, Any]:
-    return read_toml("models", "families", f"{name}.toml")
+    return read_toml("models", "families", "released.toml")

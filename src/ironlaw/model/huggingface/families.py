@@ -70,9 +70,8 @@ QWEN2 = LLAMA.derive(
     without=BIASES,
 )  # fmt: skip
 QWEN3 = LLAMA.derive(
-    "qwen3", "Qwen3ForCausalLM", _kv_heads(32), _head(128), _QWEN_WINDOWS, has={"qk_norm": True, "ffn_bias": False},
-    without=("ffn_bias",),
-)  # fmt: skip
+    "qwen3", "Qwen3ForCausalLM", _kv_heads(32), _head(128), _QWEN_WINDOWS, has={"qk_norm": True, "ffn_bias": False}
+)
 
 # -- with experts ------------------------------------------------------------------------------------------------------
 
@@ -128,7 +127,7 @@ QWEN3_MOE = QWEN3.derive(
 OLMOE = LLAMA.derive(
     "olmoe", "OlmoeForCausalLM", _eps("rms_norm_eps", 1e-5), *_experts("num_experts", "intermediate_size"),
     _normalize(False), _balance(0.01), has={"qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
-    only={"clip_qkv": None}, without=("ffn_bias", "head_size"),
+    only={"clip_qkv": None}, without=("head_size",),
 )  # fmt: skip
 _DEEPSEEK_EXPERTS = (
     *_experts("n_routed_experts", "moe_intermediate_size"), _shared_experts(None),
@@ -164,7 +163,6 @@ GLM4_MOE = LLAMA.derive(  # GLM-4.5; its module that predicts a second token is 
     Key("moe.dense_layers", "first_k_dense_replace", 1), _normalize(True), ExpertGroups((1, 1)),
     Key("moe.routed_scale", "routed_scaling_factor", 1.0),
     Key("qk_norm", "use_qk_norm", False), has=_BIASED_CHOICE | {"out_bias": False, "ffn_bias": False},
-    without=("out_bias", "ffn_bias"),
 )  # fmt: skip
 MINIMAX_M2 = PLAIN.derive(
     "minimax_m2", "MiniMaxM2ForCausalLM", _kv_heads(8), _head(128), Rope(5e6, share=1.0, count_key="rotary_dim"),
@@ -181,7 +179,7 @@ GEMMA = LLAMA.derive(
     "gemma", "GemmaForCausalLM", _kv_heads(16), _head(256), _tied(True),
     # In files of the first Gemma, "gelu" means its tanh approximation.
     Activation("gelu_pytorch_tanh", also=("hidden_activation",), legacy={"gelu": "gelu_pytorch_tanh"}),
-    has={"embedding_scale": lambda values: math.sqrt(values["hidden"]), "ffn_bias": False}, without=("ffn_bias",),
+    has={"embedding_scale": lambda values: math.sqrt(values["hidden"]), "ffn_bias": False},
     only={"use_bidirectional_attention": None}, names=Names(plus_one=True),
 )  # fmt: skip
 GEMMA2 = GEMMA.derive(
@@ -203,11 +201,11 @@ PHI3 = PLAIN.derive(  # Phi-3 and Phi-4
     names=Names(query_key_value=("self_attn.qkv_proj",), gate=_FUSED_GATE, up=_FUSED_GATE),
 )  # fmt: skip
 OLMO = LLAMA.derive(
-    "olmo", "OlmoForCausalLM", Key("qkv_clip", "clip_qkv", None), without=("norm_eps", "ffn_bias"),
+    "olmo", "OlmoForCausalLM", Key("qkv_clip", "clip_qkv", None),
     has={"norm": "layernorm", "norm_weight": False, "norm_eps": 1e-5, "ffn_bias": False},
 )  # fmt: skip
 OLMO2 = LLAMA.derive(
-    "olmo2", "Olmo2ForCausalLM", _eps("rms_norm_eps", 1e-5), without=("ffn_bias",), names=_POST,
+    "olmo2", "Olmo2ForCausalLM", _eps("rms_norm_eps", 1e-5), names=_POST,
     has={"norm_place": "post", "qk_norm": True, "qk_norm_whole": True, "ffn_bias": False},
 )  # fmt: skip
 OLMO3 = OLMO2.derive(  # layers with a window do not scale positions
@@ -220,7 +218,7 @@ GRANITE = LLAMA.derive(
 )  # fmt: skip
 GRANITE_MOE = GRANITE.derive(
     "granitemoe", "GraniteMoeForCausalLM", *_experts("num_local_experts", "intermediate_size"), _balance(0.001),
-    has={"moe.normalize": True, "ffn_bias": False}, without=("ffn_bias",),
+    has={"moe.normalize": True, "ffn_bias": False},
     names=Names(experts=ExpertNames(
         "block_sparse_moe.router.layer", "block_sparse_moe.input_linear.weight", "block_sparse_moe.input_linear.weight",
         "block_sparse_moe.output_linear.weight", shared="shared_mlp",
@@ -232,7 +230,7 @@ SMOLLM3 = LLAMA.derive(
 )  # fmt: skip
 GLM = LLAMA.derive(
     "glm", "GlmForCausalLM", _kv_heads(2), _head(128), _eps("rms_norm_eps", 1.5625e-07), Rope(share=0.5),
-    *_bias("attention_bias", True, "qkv"), has={"out_bias": False, "ffn_bias": False}, without=("out_bias", "ffn_bias"),
+    *_bias("attention_bias", True, "qkv"), has={"out_bias": False, "ffn_bias": False},
     names=Names(gate=_FUSED_GATE, up=_FUSED_GATE, neighbours=True),
 )  # fmt: skip
 GLM4 = GLM.derive(
@@ -246,7 +244,7 @@ GPT_OSS = LLAMA.derive(
     *_bias("attention_bias", True, "qkv", "out"), Windows(128, kinds=True, every=2),
     Rope(150_000.0, scaling={"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
                              "truncate": False, "original_max_position_embeddings": 4096}),
-    *_experts("num_local_experts", "intermediate_size"), _balance(0.001), without=("activation", "ffn_bias"),
+    *_experts("num_local_experts", "intermediate_size"), _balance(0.001),
     has={"ffn_bias": False, "attention_sinks": True, "activation": "clamped_swiglu", "moe.normalize": True,
          "moe.bias": True},
     only={"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu"},
@@ -365,7 +363,7 @@ OPT = _GPT_LIKE.derive(
     Key("hidden", "hidden_size", beside=("word_embed_proj_dim",)),  # OPT-350m's embedding is narrower than its blocks
     Always({"dropout": 0.0}), has={"positions": "learned", "norm_eps": 1e-5},
     only={"do_layer_norm_before": True, "_remove_final_layer_norm": False},
-    without=("kv_heads", "head_size", "rope", "norm_eps"),
+    without=("kv_heads", "head_size", "rope"),
     names=Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decoder.final_layer_norm",
                 norms=("self_attn_layer_norm", "final_layer_norm"), out="self_attn.out_proj", up="fc1", down="fc2",
                 positions="model.decoder.embed_positions", positions_skipped=2),
@@ -401,7 +399,7 @@ DBRX = _GPT_LIKE.derive(
          "moe.normalize": True},
     only={"resid_pdrop": 0.0, "emb_pdrop": 0.0, "attn_config.attn_pdrop": 0.0, "ffn_config.ffn_act_fn.name": "silu",
           "ffn_config.moe_normalize_expert_weights": 1.0},
-    without=("ffn", "head_size", "norm_eps", "activation"),
+    without=("ffn", "head_size"),
     names=Names("transformer.wte", "transformer.blocks", "transformer.norm_f",
                 norms=("norm_attn_norm.norm_1", "norm_attn_norm.norm_2"),
                 query_key_value=("norm_attn_norm.attn.Wqkv",), out="norm_attn_norm.attn.out_proj",

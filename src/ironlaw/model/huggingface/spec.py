@@ -142,8 +142,8 @@ class Family:
         self, kind: str, architecture: str | None, *parts: FamilyPart, has: Fields | None = None,
         only: Fields | None = None, without: tuple[str, ...] = (), names: Names | None = None,
     ) -> Family:  # fmt: skip
-        """Return a family that differs in some parts."""
-        kept = {name: part for name, part in self.parts.items() if name not in without}
+        """Return a family that differs in some parts. A field that it `has` replaces the part of that name."""
+        kept = {name: part for name, part in self.parts.items() if name not in {*without, *(has or {})}}
         kept |= {part.name: part for part in parts}
         if "rope" in kept:  # last, because it needs head sizes and windows
             kept["rope"] = kept.pop("rope")

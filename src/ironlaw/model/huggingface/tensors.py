@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import LatentConfig
 from ironlaw.model.huggingface.spec import Names
-from ironlaw.model.parameters import model_parameters
+from ironlaw.model.parameters import model_parameters, of_block
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +126,10 @@ def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:
     return (entry for entry in chain(first, of_blocks, last) if entry.ours in there)
 
 
+_NORMS = ("attention_norm", "attention_after", "ffn_norm", "ffn_after")
+"""Norms that a block may have, in order of execution."""
+
+
 def _both(ours: str, *theirs: str, transposed: bool = False, **how: Any) -> Iterator[Entry]:
     """Yield weight and bias; only a weight can be transposed."""
     for part in ("weight", "bias"):
@@ -141,7 +145,9 @@ def _norm(ours: str, theirs: str, names: Names, **how: Any) -> Iterator[Entry]:
 def _attention(config: ModelConfig, names: Names) -> Iterator[Entry]:
     """Yield all norms and attention tensors that a block may have."""
     norms = names.two_norms if names.two_norms and config.parallel_norms == 2 else names.norms
-    for norm, theirs in zip(_norms(config), norms, strict=False):
+    there = {parameter.name for parameter in of_block(config)}
+    ours = (norm for norm in _NORMS if f".{norm}.weight" in there)
+    for norm, theirs in zip(ours, norms, strict=False):
         yield from _norm(norm, theirs, names)
     if config.latent is not None:
         yield from _latent(config, config.latent)
@@ -203,15 +209,6 @@ def _network(config: ModelConfig, names: Names) -> Iterator[Entry]:
     for part in ("gate", "up", "down"):
         yield Entry(f"ffn.shared.{part}.weight", (f"{experts.shared}.{part}_proj.weight",))
     yield Entry("ffn.shared_gate.weight", (f"{experts.shared_gate}.weight",))
-
-
-def _norms(config: ModelConfig) -> list[str]:
-    """Return a block's norms in order of execution."""
-    if config.norm_place == "post":
-        return ["attention_after", "ffn_after"]
-    if config.norm_place == "sandwich":
-        return ["attention_norm", "attention_after", "ffn_norm", "ffn_after"]
-    return ["attention_norm"] if config.parallel_norms == 1 else ["attention_norm", "ffn_norm"]
 
 
 def _rotary_halves(turned: int) -> tuple[int, ...]:

@@ -93,11 +93,6 @@ class Candidates:
         kinds = {kind: share[index] if is_array(share) else share for kind, share in self.kinds.items()}
         return Candidates(**(columns | taken | {"kinds": kinds, "model": _taken(self.model, index)}))
 
-    def _columns(self) -> list[Array]:
-        """Returns the columns that affect a block and micro-batch."""
-        own = [getattr(self, f.name) for f in fields(self) if f.name not in OF_THE_LAYOUT]
-        return [column for column in [*own, *self.kinds.values(), *_arrays(self.model)] if is_array(column)]
-
     def shape(self, engine: TrainingEngine) -> Shape:
         """Returns the shape of one micro-batch on one rank: its part of heads, widths, vocabulary and experts."""
         if not engine.fused:
@@ -146,7 +141,8 @@ class Candidates:
         `what` names these values in `known_blocks`.
         """
         division = self._division(engine)
-        columns = [*self._columns(), division]
+        own = [getattr(self, f.name) for f in fields(self) if f.name not in OF_THE_LAYOUT]
+        columns = [c for c in [*own, *self.kinds.values(), *_arrays(self.model), division] if is_array(c)]
         first, sort = distinct_rows(columns, len(self))
         index, known = ({}, {}) if self.known_blocks is None else self.known_blocks.setdefault(what, ({}, {}))
         keys = [row.tobytes() for row in np.stack([column[first] for column in columns], axis=1)]

@@ -39,7 +39,7 @@ from ironlaw.plan.cluster.step_costs import (
     step_costs,
 )
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, under_pressure, update_cost, usable_bytes
-from ironlaw.plan.cluster.timeline import Times, assemble, part_factors
+from ironlaw.plan.cluster.timeline import Times, part_factors
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.memory import highest_peak
@@ -160,7 +160,7 @@ class ClusterPlan:
 def plan_candidates(candidates: Candidates, where: ClusterSystem) -> PlannedCandidates:
     """Plans step seconds and peak bytes of many candidates on one system: the fast path of search."""
     costs = step_costs(candidates, where)
-    times = assemble(costs, candidates, where.engine)
+    times = Times(costs, candidates, where.engine)
     peak = peak_memory(candidates, where.engine)
     seconds = under_pressure(times.step_seconds, peak.total, where)
     offloaded = host_bytes(candidates, where.engine) if (candidates.offload > 0).any() else np.zeros(len(candidates))
@@ -193,13 +193,20 @@ def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
     elif layout.recompute.mode == "budget":
         layout, settled = _fastest_mode(request, layout)
     candidates = replace(request.candidates([layout]), decided=decided)
-    if layout.offload != "none":
-        check_host(request.cluster, where)
+    if layout.offload != "none" and where.host is None:
+        raise UserError(
+            f"offload on {request.cluster.accelerator.name} in {request.cluster.node.name}: the catalogue lacks the "
+            "host's memory, its rate or the link to it: use offload=none, or another node after @"
+        )
     outcome, memory = plan_candidates(candidates, where), list[MemoryLine]()
     peak_at = _peak_at(candidates, where, outcome)
     if run is not None:
         outcome, memory, peak_at = _walked(request, layout.filled(request.global_batch), outcome, *run)
-    ledger = Ledger("plan", lines=_lines(candidates, where, outcome), memory=memory or _memory(outcome.peak, where))
+    lines = step_lines(candidates, where, outcome.costs, outcome.times)
+    pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
+    if pressure > 0:
+        lines.append(Line(Phase.IDLE, Kind.HOST, "allocator_retries", seconds=pressure, bound="overhead"))
+    ledger = Ledger("plan", lines=lines, memory=memory or _memory(outcome.peak, where))
     ledger.totals = _totals(request, candidates, outcome, peak_at)
     ledger.facts = _facts(request, layout, outcome)
     ledger.facts["peak_at"] = peak_at
@@ -243,15 +250,6 @@ def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequenc
     first = default_kind(engine, windowed)
     able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
     return first if first in able or not able else able[0]
-
-
-def check_host(cluster: Cluster, where: ClusterSystem) -> None:
-    """Raises UserError if the catalogue lacks figures of the host that offloading needs."""
-    if where.host is None:
-        raise UserError(
-            f"offload on {cluster.accelerator.name} in {cluster.node.name}: the catalogue lacks the host's memory, its "
-            "rate or the link to it: use offload=none, or another node after @"
-        )
 
 
 def _fastest_mode(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:
@@ -375,14 +373,6 @@ def bounded(value: float, quantity: str, request: ClusterRequest, basis: str) ->
     if quantity == "time":
         low = max(low, min(value, request.least_seconds))
     return Estimate(value, Origin.CALCULATED, basis, low, high)
-
-
-def _lines(candidates: Candidates, where: ClusterSystem, outcome: PlannedCandidates) -> list[Line]:
-    lines = step_lines(candidates, where, outcome.costs, outcome.times)
-    pressure = float(outcome.step_seconds[0] - outcome.times.step_seconds[0])
-    if pressure > 0:
-        lines.append(Line(Phase.IDLE, Kind.HOST, "allocator_retries", seconds=pressure, bound="overhead"))
-    return lines
 
 
 _NOTES = {

@@ -211,14 +211,6 @@ def _pipelines(layers: int, pp: int) -> list[tuple[int, int]]:
 Needs = Callable[[Table], npt.NDArray[np.bool_]]
 
 
-def _schedule(name: str) -> Needs:
-    return lambda c: (c["schedule"] == code("schedule", name)) & (c["pp"] > 1)
-
-
-def _zero(stage: int) -> Needs:
-    return lambda c: c["zero"] == stage
-
-
 CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "tp": ("tensor parallelism", lambda c: c["tp"] > 1),
     "sp": ("sequence parallelism", lambda c: (c["sp"] > 0) & (c["tp"] > 1)),
@@ -228,11 +220,15 @@ CAPABILITIES: dict[str, tuple[str, Needs]] = {
     "ep": ("expert parallelism", lambda c: c["ep"] > 1),
     "shard": ("hybrid sharding", lambda c: c["shard"] > 0),
     "offload": ("offloading to the host", lambda c: c["offload"] != code("offload", "none")),
-    "zero1": ("sharding of the optimizer state alone", _zero(1)),
-    "zero2": ("sharding of gradients", _zero(2)),
-    "zero3": ("sharding of weights", _zero(3)),
+    "zero1": ("sharding of the optimizer state alone", lambda c: c["zero"] == 1),
+    "zero2": ("sharding of gradients", lambda c: c["zero"] == 2),
+    "zero3": ("sharding of weights", lambda c: c["zero"] == 3),
     "pp zero2": ("sharding of gradients in a pipeline", lambda c: (c["pp"] > 1) & (c["zero"] >= 2)),
-} | {name: (f"{name} schedule", _schedule(name)) for name in SCHEDULES if name != "1f1b"}
+} | {
+    name: (f"{name} schedule", lambda c, name=name: (c["schedule"] == code("schedule", name)) & (c["pp"] > 1))
+    for name in SCHEDULES
+    if name != "1f1b"
+}
 """For each word of an engine's `lacks`: its meaning, and a mask of the layouts that need it."""
 
 

@@ -37,8 +37,7 @@ BOUND = {"matmul": "compute", "attention": "compute"}
 def step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> list[Line]:
     """Returns the lines of the first candidate's step, without the time that its allocator loses."""
     flops = step_flops(candidates, system.engine)
-    lines = merged(_step_lines(candidates, system, costs, times))
-    return [replace(line, flops=flops.get(line.key)) for line in lines]
+    return [replace(line, flops=flops.get(line.key)) for line in merged(_step_lines(candidates, system, costs, times))]
 
 
 def _step_lines(candidates: Candidates, system: ClusterSystem, costs: StepCosts, times: Times) -> Iterator[Line]:

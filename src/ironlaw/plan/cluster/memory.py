@@ -18,10 +18,8 @@ persistent state, activations in flight, gradients of earlier micro-batches, mes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.collective_costs import buffer_bytes
@@ -113,211 +111,181 @@ def in_flight(candidates: Candidates, stage: int | Array) -> Array:
 
 
 def peak_memory(candidates: Candidates, engine: TrainingEngine) -> PeakMemory:
-    """Returns the stage with the highest peak of each job, and the components of that peak."""
-    kept = kept_activation_bytes(candidates, engine)
-    stages = [_stage(candidates, engine, stage, kept) for stage in _stages(candidates, engine.partition)]
-    return reduce(lambda best, here: _higher(here, best), stages)
-
-
-def _stages(candidates: Candidates, partition: str) -> list[Array]:
-    """Returns stages, among them that of the highest peak; -1 where a job lacks the stage or it is listed already.
+    """Returns the stage with the highest peak of each job, and the components of that peak.
 
     Later stages hold fewer micro-batches, and with an equal partition none has more layers than the second: the first,
-    the second and the last are enough.
+    the second and the last are enough. A number of -1 stands for a stage that a job lacks or that is listed already.
     """
     pp = candidates.pp
-    if partition != "equal":
-        return [np.where(stage < pp, float(stage), -1.0) for stage in range(int(pp.max(initial=1)))]
-    return [np.zeros(len(candidates)), np.where(pp > 1, pp - 1, -1.0), np.where(pp > 2, 1.0, -1.0)]
+    numbers = [np.zeros(len(candidates)), np.where(pp > 1, pp - 1, -1.0), np.where(pp > 2, 1.0, -1.0)]
+    if engine.partition != "equal":
+        numbers = [np.where(stage < pp, float(stage), -1.0) for stage in range(int(pp.max(initial=1)))]
+    kept = kept_activation_bytes(candidates, engine)
+    highest, *others = (_Stage(candidates, engine, number, kept).peak() for number in numbers)
+    for here in others:
+        wins, before = here.total > highest.total, highest
+        highest = PeakMemory(**{name: np.where(wins, size, getattr(before, name)) for name, size in vars(here).items()})
+    return highest
 
 
 def reported_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Returns the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
     if engine.reporting_stage == "first":
         kept = kept_activation_bytes(candidates, engine)
-        return _stage(candidates, engine, np.zeros(len(candidates)), kept).total
+        return _Stage(candidates, engine, np.zeros(len(candidates)), kept).peak().total
     return peak_memory(candidates, engine).total
 
 
 def host_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Returns the bytes that one rank keeps in host memory: optimizer state with its gradients, and activations."""
     layers = stage_layers(candidates, engine.partition)
-    wide = engine.master_bytes if engine.master_bytes else engine.weight_bytes
+    wide = engine.master_bytes or engine.weight_bytes
     state = layers.owned_parameters * (wide + engine.moment_bytes + engine.gradient_communication_bytes)
-    kept, *_ = kept_activation_bytes(candidates, engine)
-    flight = np.maximum(in_flight(candidates, 0), 1.0)
-    activations = layers.fullest * flight * kept
-    return np.where(candidates.offloads_optimizer, state, 0.0) + np.where(
-        candidates.offloads_activations, activations, 0.0
-    )
-
-
-def _higher(a: PeakMemory, b: PeakMemory) -> PeakMemory:
-    wins = a.total > b.total
-    return PeakMemory(**{name: np.where(wins, value, getattr(b, name)) for name, value in vars(a).items()})
-
-
-@dataclass(frozen=True)
-class _StageParameters:
-    """One stage of each job, empty where `number` is negative. Parameters are those of one rank, before ZeRO."""
-
-    number: Array
-    first: npt.NDArray[np.bool_]
-    has_head: npt.NDArray[np.bool_]
-    count: Array  # layers
-    blocks: Array  # parameters of the layers, with the experts of all ranks
-    parameters: Array  # `blocks` and the ends of the model on this stage
-    own: Array  # `parameters` without the experts of other ranks
-
-    @classmethod
-    def of(cls, candidates: Candidates, partition: str, stage: Array) -> _StageParameters:
-        layers = stage_layers(candidates, partition)
-        first, has_head, model = stage == 0, layers.head_stage == stage, candidates.model
-        count = layers.on(stage)
-        embedding = np.where(first, model.embedding_parameters, 0.0)
-        shared = model.tied & first
-        head = np.where(has_head & ~shared, model.hidden * model.vocab, 0.0)
-        final_norm = np.where(has_head, model.norm_parameters, 0.0)
-        blocks = count * (candidates.block_parameters / candidates.tp + candidates.copied_parameters)
-        parameters = blocks + (embedding + head + final_norm) / candidates.tp
-        # Unsharded state excludes the experts of other ranks. Sharded state comes out the same with them: a rank has
-        # fewer (or, folded, more) experts, and by the same factor fewer (or more) replicas to shard each over.
-        own = parameters + count * candidates.local_block_parameters - blocks
-        return cls(stage, first, has_head, count, blocks, parameters, own)
-
-
-def _stage(
-    candidates: Candidates, engine: TrainingEngine, stage: Array, activations_of: tuple[Array, Array, Array],
-) -> PeakMemory:  # fmt: skip
-    """Returns the bytes that one stage of each job holds; zero where `stage` is negative."""
-    here, (kept, back, copies) = _StageParameters.of(candidates, engine.partition, stage), activations_of
-    master, moments = _optimizer_state(candidates, engine, here)
-    flight = in_flight(candidates, stage)
-    # Under offloading the device holds two blocks' activations: of the block at work and of the one in transfer.
-    held = here.count * flight
-    activations = np.where(candidates.offloads_activations, np.minimum(held, 2.0), held) * kept
-    gradients = _gradients(candidates, engine, here)
-    logits = _logits(candidates, engine, here)
-    width = candidates.model.ffn_size / candidates.tp * engine.element_bytes
-    working = engine.activation_slack * engine.backward_ffn_tensors * candidates.tokens * width * (here.count > 0)
-    # After a forward pass or within a backward one: logits and a block's backward pass are never alive together.
-    passing = np.maximum(back * (here.count > 0) + working, logits + copies * here.count / candidates.virtual_stages)
-    parts = {
-        "weights": _weights(candidates, engine, here),
-        "gradients": gradients,
-        "master": master,
-        "moments": moments,
-        "activations": activations,
-        "logits": logits,
-        "temporaries": _gathered(candidates, engine, here) + passing - logits,
-        "context": np.full(len(candidates), engine.context_bytes),
-    }
-    if not engine.fused:
-        parts |= _lower_bound(candidates, engine, here, activations_of)
-        # Blocks of all kinds are averaged, but the first stage may have the lighter ones.
-        averaged = np.where((candidates.pp > 1) & (len(candidates.kinds) > 1), MIXED, 1.0)
-        parts = {name: averaged * part for name, part in parts.items()}
-    exists = stage >= 0
-    parts = {name: np.where(exists, part, 0.0) for name, part in parts.items()}
-    return PeakMemory(np.asarray(sum(parts.values())), stage, **parts)
-
-
-def _weights(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
-    shards, whole = candidates.shard_ranks, candidates.zero >= 3
-    weights = np.where(whole, here.parameters, here.own) * engine.weight_bytes / np.where(whole, shards, 1.0)
-    if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
-        # fp32 weights are gathered in 16 bits. ZeRO-2 keeps the 16-bit ones; the optimizer has the fp32 ones.
-        narrow = engine.gathered_bytes
-        kept = candidates.zero == 2
-        if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
-            kept = kept | (candidates.zero == 1)
-        sharded = here.own * narrow + here.parameters * engine.weight_bytes / shards
-        weights = np.where(kept, sharded, weights)
-        off = here.parameters * narrow / np.where(whole, shards, 1.0)
-        weights = np.where(candidates.offloads_optimizer, off, weights)
-    # Quantised copies; those of sharded weights are made when the weights are gathered.
-    matrices = here.count * candidates.local_block_parameters
-    return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
-
-
-def _gradients(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
-    # With one micro-batch and no pipeline, a 16-bit gradient is reduced and freed as soon as it is computed.
-    lasting = np.where((candidates.accumulation > 1) | (candidates.pp > 1), engine.half_gradient_bytes, 0.0)
-    in_pieces = engine.reduces_in_pieces(candidates.zero, candidates.pp)
-    gradients = np.where(in_pieces, here.parameters / candidates.shard_ranks, here.own)
-    gradients = gradients * (engine.gradient_bytes + lasting)
-    return np.asarray(gradients)
-
-
-def _optimizer_state(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> tuple[Array, Array]:
-    """Returns the bytes of master copies and of moments."""
-    sharded = candidates.zero >= 1
-    share = np.where(candidates.offloads_optimizer, 0.0, 1.0) / np.where(sharded, candidates.shard_ranks, 1.0)
-    stated = np.where(sharded, here.parameters, here.own)
-    blocks = np.where(sharded, here.blocks, here.count * candidates.local_block_parameters)
-    ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
-    moments = (blocks * engine.moment_bytes + (stated - blocks) * ends) * share
-    return stated * engine.master_bytes * share, moments
-
-
-def _logits(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
-    model, tokens = candidates.model, candidates.tokens
-    logits = tokens * engine.logit_bytes
-    logits = np.where(here.has_head, logits * model.vocab / candidates.tp, 0.0)
-    # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors passed to
-    # collectives are freed only when the device gets there. With one micro-batch the host gets half as far ahead.
-    ahead = engine.run_ahead_bytes * np.where(candidates.accumulation > 1, 1.0, 0.5)
-    return np.asarray(logits + np.where(here.has_head & (candidates.sp > 0), ahead * tokens * model.hidden, 0.0))
+    activations = layers.fullest * in_flight(candidates, 0) * kept_activation_bytes(candidates, engine)[0]
+    state = np.where(candidates.offloads_optimizer, state, 0.0)
+    return state + np.where(candidates.offloads_activations, activations, 0.0)
 
 
 MIXED = 0.9
 """Factor on the lower bound where a pipeline has several kinds of blocks."""
 
 
-def _lower_bound(
-    candidates: Candidates, engine: TrainingEngine, here: _StageParameters, activations_of: tuple[Array, Array, Array]
-) -> dict[str, Array]:
-    """Returns the bytes that our own trainer certainly holds while the most micro-batches are in flight."""
-    (kept, back, copies), flight = activations_of, in_flight(candidates, here.number)
-    # If one block in k is recomputed, at most a share 1/k + (1 - 1/k)/c of a chunk of c blocks is; and some stage,
-    # possibly the last, has no more than the average share.
-    again = np.where(candidates.has("recompute", "full"), candidates.recomputed_share, 1.0)
-    chunk = np.maximum(here.count / candidates.virtual_stages, 1.0)
-    evenly = kept - (1 / again - 1) / chunk * (back - kept) * (again < 1)
-    blocks = np.maximum(evenly * flight, kept * np.minimum(flight, in_flight(candidates, candidates.pp - 1)))
-    # The last gradients appear while forward passes still run: then all gradients coexist with all activations.
-    enough = np.where(candidates.virtual_stages > 1, 2 * candidates.pp, flight)
-    both = candidates.has("schedule", "1f1b") & (candidates.accumulation > enough)
-    gradients = _gradients(candidates, engine, here)
-    full = np.where(candidates.offloads_activations, 0.0, here.count * blocks) + np.where(both, gradients, 0.0)
-    passing = np.maximum(back * ((again == 1) & (here.count > 0)), copies * here.count / candidates.virtual_stages)
-    # At the end a pipeline holds all gradients and the weights gathered by its backward passes.
-    late = np.where(candidates.pp > 1, gradients + np.where(candidates.zero >= 3, here.own * FP32, 0.0), 0.0)
-    # Replication by FSDP2: each rank's shard is the whole tensor, and is still gathered into a copy.
-    ranks, others = candidates.dp * candidates.cp, candidates.tp * candidates.pp * candidates.ep
-    copied = (candidates.zero == 0) & (ranks > 1) & (others > 1)
-    # Every chunk has a buffer for each micro-batch's input and for the gradient of its output.
-    count = (2 * candidates.virtual_stages - here.first - here.has_head) * candidates.accumulation
-    message = candidates.tokens * candidates.model.hidden / candidates.stream_shards * FP32
-    buffers = np.where(candidates.pp > 1, count * message, 0.0)
-    return {
-        "activations": np.maximum(full + passing, late),
-        "temporaries": np.where(copied, here.own * FP32, 0.0) + buffers,
-    } | dict.fromkeys(("gradients", "logits"), np.zeros(len(candidates)))  # fmt: skip
+class _Stage:
+    """One stage of each job, empty where `number` is negative. Parameters are those of one rank, before ZeRO.
 
+    `activations`: the result of `kept_activation_bytes`.
+    """
 
-def _gathered(candidates: Candidates, engine: TrainingEngine, here: _StageParameters) -> Array:
-    """Returns the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
-    stream = candidates.tokens * candidates.model.hidden
-    message = stream / candidates.stream_shards * engine.element_bytes
-    # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.
-    # Gathered weights are quantised one block at a time; stored quantised, both gathered blocks have that width.
-    copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
-    gathered = np.where(candidates.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
-    gathered = gathered + np.where(candidates.zero >= 2, engine.gradient_bytes, 0.0)
-    gathered = gathered * candidates.local_block_parameters
-    # The embedding's output before it is scattered over the tensor parallel ranks.
-    gathered = gathered + np.where(here.first & (candidates.sp > 0), engine.entrance_bytes * stream, 0.0)
-    gathered = gathered + np.where(here.count > 0, buffer_bytes(candidates, engine), 0.0)
-    # Chunks take turns: the next one's input and gradient arrive while another is computed.
-    return np.asarray(gathered + np.where(candidates.virtual_stages > 1, 2 * message, 0.0))
+    def __init__(
+        self, candidates: Candidates, engine: TrainingEngine, number: Array, activations: tuple[Array, Array, Array]
+    ) -> None:
+        c, model, layers = candidates, candidates.model, stage_layers(candidates, engine.partition)
+        self.candidates, self.engine, self.number = candidates, engine, number
+        self.kept, self.back, self.copies = activations
+        self.first, self.has_head, self.layers = number == 0, layers.head_stage == number, layers.on(number)
+        embedding = np.where(self.first, model.embedding_parameters, 0.0)
+        head = np.where(self.has_head & ~(model.tied & self.first), model.hidden * model.vocab, 0.0)
+        final_norm = np.where(self.has_head, model.norm_parameters, 0.0)
+        # Of the layers, with the experts of all ranks; and with the ends of the model on this stage.
+        self.blocks = self.layers * (c.block_parameters / c.tp + c.copied_parameters)
+        self.parameters = self.blocks + (embedding + head + final_norm) / c.tp
+        # Unsharded state excludes the experts of other ranks. Sharded state comes out the same with them: a rank has
+        # fewer (or, folded, more) experts, and by the same factor fewer (or more) replicas to shard each over.
+        self.own = self.parameters + self.layers * c.local_block_parameters - self.blocks
+        self.in_flight = in_flight(c, number)
+        self.message = c.tokens * model.hidden / c.stream_shards  # elements
+
+    def peak(self) -> PeakMemory:
+        """Returns the bytes that the stage of each job holds; zero where there is none."""
+        c, engine, some = self.candidates, self.engine, self.layers > 0
+        master, moments = self._optimizer_state()
+        # Under offloading the device holds two blocks' activations: of the block at work and of the one in transfer.
+        held = self.layers * self.in_flight
+        activations = np.where(c.offloads_activations, np.minimum(held, 2.0), held) * self.kept
+        logits, width = self._logits(), c.model.ffn_size / c.tp * engine.element_bytes
+        working = engine.activation_slack * engine.backward_ffn_tensors * c.tokens * width * some
+        # After a forward pass or within a backward one: logits and a block's backward pass are never alive together.
+        passing = np.maximum(self.back * some + working, logits + self.copies * self.layers / c.virtual_stages)
+        parts = {
+            "weights": self._weights(),
+            "gradients": self._gradients(),
+            "master": master,
+            "moments": moments,
+            "activations": activations,
+            "logits": logits,
+            "temporaries": self._gathered() + passing - logits,
+            "context": np.full(len(c), engine.context_bytes),
+        }
+        if not engine.fused:
+            parts |= self._lower_bound()
+            # Blocks of all kinds are averaged, but the first stage may have the lighter ones.
+            averaged = np.where((c.pp > 1) & (len(c.kinds) > 1), MIXED, 1.0)
+            parts = {name: averaged * part for name, part in parts.items()}
+        parts = {name: np.where(self.number >= 0, part, 0.0) for name, part in parts.items()}
+        return PeakMemory(np.asarray(sum(parts.values())), self.number, **parts)
+
+    def _weights(self) -> Array:
+        c, engine, whole = self.candidates, self.engine, self.candidates.zero >= 3
+        weights = np.where(whole, self.parameters, self.own) * engine.weight_bytes / np.where(whole, c.shard_ranks, 1.0)
+        if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
+            # fp32 weights are gathered in 16 bits. ZeRO-2 keeps the 16-bit ones; the optimizer has the fp32 ones.
+            narrow = engine.gathered_bytes
+            kept = c.zero == 2
+            if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
+                kept = kept | (c.zero == 1)
+            sharded = self.own * narrow + self.parameters * engine.weight_bytes / c.shard_ranks
+            weights = np.where(kept, sharded, weights)
+            off = self.parameters * narrow / np.where(whole, c.shard_ranks, 1.0)
+            weights = np.where(c.offloads_optimizer, off, weights)
+        # Quantised copies; those of sharded weights are made when the weights are gathered.
+        matrices = self.layers * c.local_block_parameters
+        return np.asarray(weights + np.where(whole, 0.0, matrices * engine.storage.copy_bytes))
+
+    def _gradients(self) -> Array:
+        c, engine = self.candidates, self.engine
+        # With one micro-batch and no pipeline, a 16-bit gradient is reduced and freed as soon as it is computed.
+        lasting = np.where((c.accumulation > 1) | (c.pp > 1), engine.half_gradient_bytes, 0.0)
+        in_pieces = engine.reduces_in_pieces(c.zero, c.pp)
+        gradients = np.where(in_pieces, self.parameters / c.shard_ranks, self.own)
+        return np.asarray(gradients * (engine.gradient_bytes + lasting))
+
+    def _optimizer_state(self) -> tuple[Array, Array]:
+        """Returns the bytes of master copies and of moments."""
+        c, engine, sharded = self.candidates, self.engine, self.candidates.zero >= 1
+        share = np.where(c.offloads_optimizer, 0.0, 1.0) / np.where(sharded, c.shard_ranks, 1.0)
+        stated = np.where(sharded, self.parameters, self.own)
+        blocks = np.where(sharded, self.blocks, self.layers * c.local_block_parameters)
+        ends = engine.moment_bytes if engine.end_moment_bytes is None else engine.end_moment_bytes
+        moments = (blocks * engine.moment_bytes + (stated - blocks) * ends) * share
+        return stated * engine.master_bytes * share, moments
+
+    def _logits(self) -> Array:
+        c, engine = self.candidates, self.engine
+        logits = np.where(self.has_head, c.tokens * engine.logit_bytes * c.model.vocab / c.tp, 0.0)
+        # A stage that ends in the loss waits for no message, so the host runs ahead of the device, and tensors passed
+        # to collectives are freed only when the device gets there. With one micro-batch it gets half as far ahead.
+        ahead = engine.run_ahead_bytes * np.where(c.accumulation > 1, 1.0, 0.5)
+        queued = np.where(self.has_head & (c.sp > 0), ahead * c.tokens * c.model.hidden, 0.0)
+        return np.asarray(logits + queued)
+
+    def _lower_bound(self) -> dict[str, Array]:
+        """Returns the bytes that our own trainer certainly holds while the most micro-batches are in flight."""
+        c, kept, back, flight = self.candidates, self.kept, self.back, self.in_flight
+        # If one block in k is recomputed, at most a share 1/k + (1 - 1/k)/c of a chunk of c blocks is; and some stage,
+        # possibly the last, has no more than the average share.
+        again = np.where(c.has("recompute", "full"), c.recomputed_share, 1.0)
+        chunk = np.maximum(self.layers / c.virtual_stages, 1.0)
+        evenly = kept - (1 / again - 1) / chunk * (back - kept) * (again < 1)
+        blocks = np.maximum(evenly * flight, kept * np.minimum(flight, in_flight(c, c.pp - 1)))
+        # The last gradients appear while forward passes still run: then all gradients coexist with all activations.
+        enough = np.where(c.virtual_stages > 1, 2 * c.pp, flight)
+        both = c.has("schedule", "1f1b") & (c.accumulation > enough)
+        gradients = self._gradients()
+        full = np.where(c.offloads_activations, 0.0, self.layers * blocks) + np.where(both, gradients, 0.0)
+        passing = np.maximum(back * ((again == 1) & (self.layers > 0)), self.copies * self.layers / c.virtual_stages)
+        # At the end a pipeline holds all gradients and the weights gathered by its backward passes.
+        late = np.where(c.pp > 1, gradients + np.where(c.zero >= 3, self.own * FP32, 0.0), 0.0)
+        # Replication by FSDP2: each rank's shard is the whole tensor, and is still gathered into a copy.
+        copied = (c.zero == 0) & (c.dp * c.cp > 1) & (c.tp * c.pp * c.ep > 1)
+        # Every chunk has a buffer for each micro-batch's input and for the gradient of its output.
+        count = (2 * c.virtual_stages - self.first - self.has_head) * c.accumulation
+        buffers = np.where(c.pp > 1, count * (self.message * FP32), 0.0)
+        return {
+            "activations": np.maximum(full + passing, late),
+            "temporaries": np.where(copied, self.own * FP32, 0.0) + buffers,
+        } | dict.fromkeys(("gradients", "logits"), np.zeros(len(c)))  # fmt: skip
+
+    def _gathered(self) -> Array:
+        """Returns the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
+        c, engine, stream = self.candidates, self.engine, self.candidates.tokens * self.candidates.model.hidden
+        # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.
+        # Gathered weights are quantised one block at a time; stored quantised, both gathered blocks have that width.
+        copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
+        gathered = np.where(c.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
+        gathered = gathered + np.where(c.zero >= 2, engine.gradient_bytes, 0.0)
+        gathered = gathered * c.local_block_parameters
+        # The embedding's output before it is scattered over the tensor parallel ranks.
+        gathered = gathered + np.where(self.first & (c.sp > 0), engine.entrance_bytes * stream, 0.0)
+        gathered = gathered + np.where(self.layers > 0, buffer_bytes(c, engine), 0.0)
+        # Chunks take turns: the next one's input and gradient arrive while another is computed.
+        return np.asarray(gathered + np.where(c.virtual_stages > 1, 2 * (self.message * engine.element_bytes), 0.0))

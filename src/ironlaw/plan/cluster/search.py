@@ -17,7 +17,7 @@ the rest can change the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -88,12 +88,9 @@ def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> S
     """
     model, cluster, refused = request.model, request.cluster, dict[str, int]()
     constraints: dict[str, int] = {}
-    widest_tp, kinds = (
-        max(cluster.node.scale_up_accelerators, cluster.node.accelerators),
-        request.system.engine.cp_kinds,
-    )
+    widest_tp = min(MAX_TP, max(cluster.node.scale_up_accelerators, cluster.node.accelerators))
     work = cluster.count, request.sequence, request.global_batch
-    table = possible_layouts(model, *work, constraints, min(MAX_TP, widest_tp), hybrid, kinds)
+    table = possible_layouts(model, *work, constraints, widest_tp, hybrid, request.system.engine.cp_kinds)
     if not len(table):
         reasons = "; ".join(f"{reason}: {n}" for reason, n in constraints.items())
         raise UserError(
@@ -106,7 +103,7 @@ def search(request: ClusterRequest, *, keep: int = 20, hybrid: bool = True) -> S
         raise UserError(f"no layout of {model.name} on {cluster.count} accelerators can be used: {reasons}")
     table = table[np.argsort(table["pp"], kind="stable")]  # neighbours then share shapes
     running = _Search(request, keep, constraints)
-    bound = np.concatenate([running.plan(part) for part in _chunks(table, CHUNK)])
+    bound = np.concatenate([running.plan(table[start : start + CHUNK]) for start in range(0, len(table), CHUNK)])
     running.plan_savings(table, bound, savings(model, offload=False))
     running.walk()
     if not running.best and request.system.host is not None and "offload" not in request.system.engine.lacks:
@@ -119,10 +116,6 @@ def hiding(table: Table) -> np.ndarray:
     """Returns the largest share of each layout's step that recomputation may gain."""
     splits = table["schedule"] >= code("schedule", SPLIT_BACKWARD[0])
     return np.where((table["zero"] >= 2) & splits, HIDING_IN_BUBBLE, HIDING)
-
-
-def _chunks(table: Table, size: int) -> Iterator[Table]:
-    return (table[start : start + size] for start in range(0, len(table), size))
 
 
 @dataclass
@@ -263,20 +256,15 @@ class _Search:
         found, passed = SearchResult([], self.planned, self.fitting, self.constraints), self.passed + len(self.waiting)
         counted = {"memory": self.planned - self.fitting - passed, UNWALKED: passed}
         found.ruled_out |= {reason: number for reason, number in counted.items() if number}
-        if not self.best and self.nearest:
-            nearest = self._nearest()
-            found.nearest_miss = _candidate(nearest, nearest)
+        if not self.best and self.nearest:  # of our own trainer, of the `NEAREST` that seem closest
+            near = [entry for _, entry in sorted(self.nearest, key=lambda pair: pair[0])]
+            if not self.where.engine.fused:
+                walked = [(seconds, self._walked(row), row, terms) for seconds, _, row, terms in near[:NEAREST]]
+                near = sorted(walked, key=lambda entry: entry[1])
+            found.nearest_miss = _candidate(near[0], near[0])
         found.best = [_candidate(entry, self.best[0]) for entry in self.best]
         found.safest = _candidate(self.safest, self.best[0]) if self.safest else None
         return found
-
-    def _nearest(self) -> Entry:
-        """Returns the layout closest to fitting; for our own trainer, of the `NEAREST` that seem closest."""
-        near = [entry for _, entry in sorted(self.nearest, key=lambda pair: pair[0])]
-        if self.where.engine.fused:
-            return near[0]
-        walked = [(seconds, self._walked(row), row, terms) for seconds, _, row, terms in near[:NEAREST]]
-        return min(walked, key=lambda entry: entry[1])
 
 
 def _fastest(outcome: PlannedCandidates, among: np.ndarray, part: Table, keep: int) -> list[Entry]:

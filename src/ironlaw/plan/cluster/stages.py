@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from ironlaw.plan.cluster.candidates import Array, Candidates
 from ironlaw.plan.cluster.layout_table import distinct_rows
 from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last, stages_of
 
 
-@dataclass(frozen=True)
 class StageLayers:
-    """Layers per rank of the first, the fullest middle and the last stage, all virtual chunks; one entry per job."""
+    """Layers per rank of the pipeline stages, all virtual chunks together, and their parameters; one entry per job.
 
-    first: Array
-    middle: Array
-    last: Array
-    fullest: Array
-    head_stage: Array  # index of the stage that holds the output layer
-    largest_parameters: Array  # of the stage with most parameters, on one rank before ZeRO divides them
-    row: npt.NDArray[np.int64]  # index of the job's partition in `counts`
-    counts: Array  # layers, as partitions x stages; zero beyond the last stage
-    owned_parameters: Array  # that a rank of the fullest stage updates: under ZeRO, its share of them
+    The partition "equal" gives surplus layers to the stages between the first and the last, which hold the embedding
+    and the output layer. Virtual chunks are equal except for one layer less in the first or last, or as equal as
+    possible. "cost" is nanotron's rule: blocks are assigned in order, and a new stage begins after the block with which
+    the running cost reaches the stage's share. The output layer costs hidden x vocabulary, a block its matrices.
+    """
+
+    def __init__(self, candidates: Candidates, partition: str) -> None:
+        c, model = candidates, candidates.model
+        linear, _, head = c.forward_flops() if partition == "cost" else (0.0, 0.0, 0.0)
+        keys = np.broadcast_arrays(model.layers, c.pp, c.virtual_stages, c.v_shaped, linear / model.layers, head)
+        distinct, row = distinct_rows(keys, len(c))
+        counts, head_stage = np.zeros((len(distinct), int(c.pp.max(initial=1)))), np.zeros(len(distinct))
+        for way, which in enumerate(distinct):
+            layers, pp, virtual, v_shaped = (int(key[which]) for key in keys[:4])
+            if partition == "cost":
+                held, head_stage[way] = _divide_by_cost(layers, pp, float(keys[4][which]), float(keys[5][which]))
+            else:
+                held, head_stage[way] = _divide_equally(layers, pp, virtual, bool(v_shaped))
+            counts[way, : len(held)] = held
+        ways, last_stage = np.arange(len(distinct)), c.pp[distinct].astype(int) - 1
+        inner = counts.copy()
+        inner[:, 0] = inner[ways, last_stage] = 0
+        self.row, self.counts = row, counts  # layers, as partitions x stages, zero beyond the last; a job's partition
+        self.first, self.middle, self.last = counts[row, 0], inner.max(axis=1)[row], counts[ways, last_stage][row]
+        self.fullest, with_head = counts.max(axis=1)[row], counts[ways, head_stage.astype(int)][row]
+        self.head_stage, block = head_stage[row], c.local_block_parameters
+        embedding, head = model.embedding_parameters / c.tp, model.hidden * model.vocab / c.tp
+        both = np.where(model.tied, embedding, embedding + head)
+        head = np.where(self.head_stage == 0, both, head)
+        ends = np.maximum(self.fullest * block, self.first * block + embedding)
+        # Of the stage with most parameters, on one rank before ZeRO divides them.
+        self.largest_parameters = largest = np.maximum(ends, with_head * block + head)
+        # Expert parallelism leaves a rank fewer experts and, by the same factor, fewer ranks to shard them over. Its
+        # share is therefore that of the experts of all ranks over all sharding ranks.
+        sharded = largest
+        if c.has_experts:
+            sharded = largest + self.fullest * (c.expert_parameters / c.tp - c.local_expert_parameters)
+        # That a rank of the fullest stage updates: under ZeRO, its share of them.
+        self.owned_parameters = np.where(c.zero > 0, sharded / c.shard_ranks, largest)
 
     def on(self, stage: Array) -> Array:
         """Returns the layers of a stage of each job; those of the first where `stage` is negative."""
@@ -36,49 +63,8 @@ def stage_layers(candidates: Candidates, partition: str = "equal") -> StageLayer
     """Returns the layers per stage, computed once per candidates and partition."""
     known: dict[str, StageLayers] = candidates.layers_of_stages
     if partition not in known:
-        known[partition] = _stage_layers(candidates, partition)
+        known[partition] = StageLayers(candidates, partition)
     return known[partition]
-
-
-def _stage_layers(candidates: Candidates, partition: str) -> StageLayers:
-    """Returns the layers per stage, with `partition` "equal" or "cost".
-
-    "equal" gives surplus layers to the stages between the first and the last, which hold the embedding and the output
-    layer. Virtual chunks are equal except for one layer less in the first or last, or as equal as possible.
-    "cost" is nanotron's rule: blocks are assigned in order, and a new stage begins after the block with which the
-    running cost reaches the stage's share. The output layer costs hidden x vocabulary, a block its matrices.
-    """
-    c, model = candidates, candidates.model
-    linear, _, head = c.forward_flops() if partition == "cost" else (0.0, 0.0, 0.0)
-    keys = np.broadcast_arrays(model.layers, c.pp, c.virtual_stages, c.v_shaped, linear / model.layers, head)
-    first, row = distinct_rows(keys, len(c))
-    counts, head_stage = np.zeros((len(first), int(c.pp.max(initial=1)))), np.zeros(len(first))
-    for way, which in enumerate(first):
-        layers, pp, virtual, v_shaped = (int(key[which]) for key in keys[:4])
-        if partition == "cost":
-            held, head_stage[way] = _divide_by_cost(layers, pp, float(keys[4][which]), float(keys[5][which]))
-        else:
-            held, head_stage[way] = _divide_equally(layers, pp, virtual, bool(v_shaped))
-        counts[way, : len(held)] = held
-    ways, last_stage = np.arange(len(first)), c.pp[first].astype(int) - 1
-    inner = counts.copy()
-    inner[:, 0] = inner[ways, last_stage] = 0
-    fullest, with_head = counts.max(axis=1)[row], counts[ways, head_stage.astype(int)][row]
-    head_stage, block = head_stage[row], c.local_block_parameters
-    embedding, head = model.embedding_parameters / c.tp, model.hidden * model.vocab / c.tp
-    both = head_stage == 0
-    head = np.where(both, np.where(model.tied, embedding, embedding + head), head)
-    largest = np.maximum(np.maximum(fullest * block, counts[row, 0] * block + embedding), with_head * block + head)
-    # Expert parallelism leaves a rank fewer experts and, by the same factor, fewer ranks to shard them over. Its share
-    # is therefore that of the experts of all ranks over all sharding ranks.
-    sharded = largest
-    if c.has_experts:
-        sharded = largest + fullest * (c.expert_parameters / c.tp - c.local_expert_parameters)
-    owned = np.where(c.zero > 0, sharded / c.shard_ranks, largest)
-    return StageLayers(
-        counts[row, 0], inner.max(axis=1)[row], counts[ways, last_stage][row], fullest, head_stage, largest, row,
-        counts, owned,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

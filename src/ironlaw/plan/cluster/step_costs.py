@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,16 +88,13 @@ def operation_costs(candidates: Candidates, system: ClusterSystem) -> Iterator[O
     shape, engine = candidates.shape(system.engine), system.engine
     for kind, share in candidates.kinds.items():
         forward, backward = both_passes(shape, kind)
-        own_repetitions = _own_repetitions(shape, kind, candidates.policies(kind)) if not engine.fused else None
-        for op in forward:
+        repetitions: Callable[[Operation, str], tuple[float, float]] = partial(_repetitions, candidates.model, engine)
+        if not engine.fused:
+            repetitions = _own_repetitions(shape, kind, candidates.policies(kind))
+        for op in (*forward, *backward):
             for part, seconds in seconds_by_part(op, shape, candidates, system):
-                again = (
-                    _repetitions(op, part, candidates.model, engine) if own_repetitions is None else own_repetitions(op)
-                )
+                again = repetitions(op, part) if op.phase is Phase.FORWARD else (0.0, 0.0)
                 yield OperationCost(op, part, share, seconds, again)
-        for op in backward:
-            for part, seconds in seconds_by_part(op, shape, candidates, system):
-                yield OperationCost(op, part, share, seconds)
 
 
 def seconds_by_part(
@@ -115,7 +113,9 @@ def seconds_by_part(
         yield "attention", seconds
         yield "scores", scores
     else:
-        yield "stream" if is_on_stream(op) else "shard", None
+        # What works on the residual stream, which tp without sp does not divide.
+        on_stream = op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
+        yield "stream" if on_stream else "shard", None
 
 
 def precision_of(op: Operation, system: ClusterSystem) -> str:
@@ -131,7 +131,7 @@ def _weight_of(op: Operation) -> tuple[Size, Size]:
     return (m, n) if op.kernel == "matmul_weight_gradient" else (n, k)
 
 
-def _repetitions(op: Operation, part: str, model: ModelConfig, engine: TrainingEngine) -> tuple[float, float]:
+def _repetitions(model: ModelConfig, engine: TrainingEngine, op: Operation, part: str) -> tuple[float, float]:
     """Returns how often full and selective recomputation repeat an operation of the forward pass.
 
     Selectively, Megatron repeats the attention core (NeMo, for latent attention, the projections that widen its
@@ -147,7 +147,7 @@ def _repetitions(op: Operation, part: str, model: ModelConfig, engine: TrainingE
 
 def _own_repetitions(
     shape: Shape, kind: str, policies: Mapping[Policy, float]
-) -> Callable[[Operation], tuple[float, float]]:
+) -> Callable[[Operation, str], tuple[float, float]]:
     """Returns `_repetitions` of our trainer, which stops once all tensors exist. `policies`: shares of blocks."""
     whole = frozenset[str]()
     run = {
@@ -160,16 +160,11 @@ def _own_repetitions(
         if policy is not None
     }
 
-    def times(op: Operation) -> tuple[float, float]:
+    def times(op: Operation, part: str) -> tuple[float, float]:
         found = {policy for policy, calls in run.items() if (op.name, op.kernel) in calls}
         return float(whole in found), sum(share for policy, share in policies.items() if policy in found)
 
     return times
-
-
-def is_on_stream(op: Operation) -> bool:
-    """Returns whether an element-wise operation works on the residual stream, which tp without sp does not divide."""
-    return op.name in ("residual", "dispatch", "combine") or (op.kind is Kind.NORM and op.name != "qk_norm")
 
 
 def _unaligned(rows: Size, columns: Size, system: ClusterSystem, precision: str) -> Array:

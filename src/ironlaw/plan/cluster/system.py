@@ -35,7 +35,6 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.model.parameters import Parameter, elements_of, of_blocks, of_embedding, of_head
 from ironlaw.plan.cluster.candidates import Array
 from ironlaw.plan.engines.engine import TrainingEngine
-from ironlaw.workload.operations import Operation
 from ironlaw.workload.optimizers import OptimizerConfig, OptimizerName, state_bytes, update_operations
 
 NETWORK_OF_FABRIC = {"": "infiniband", "slingshot": "infiniband", "ici": "infiniband", "efa": "efa_v2"}
@@ -112,13 +111,11 @@ def update_cost(name: str, model: ModelConfig) -> UpdateCost:
 
 def _moved(parameters: list[Parameter], config: OptimizerConfig) -> float:
     """Returns the bytes per parameter that an update's element-wise kernels move: AdamW's 34 plus the difference."""
-    own = _streamed(update_operations(parameters, config, cuda=True))
-    usual = _streamed(update_operations(parameters, OptimizerConfig(), cuda=True))
-    return ADAMW_BYTES + (own - usual) / elements_of(parameters)
-
-
-def _streamed(operations: list[Operation]) -> float:
-    return float(sum(op.bytes_moved * op.repeat for op in operations if op.matmul is None))
+    own, usual = (
+        sum(op.bytes_moved * op.repeat for op in update_operations(parameters, by, cuda=True) if op.matmul is None)
+        for by in (config, OptimizerConfig())
+    )
+    return ADAMW_BYTES + float(own - usual) / elements_of(parameters)
 
 
 @dataclass(frozen=True)

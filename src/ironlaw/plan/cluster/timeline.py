@@ -1,7 +1,7 @@
 """Step time of many candidates at once: compute from operation shapes, host time, pipeline, communication.
 
     costs = step_costs(candidates, system)        # seconds of every ingredient, without the engine's constants
-    times = assemble(costs, candidates, system.engine)
+    times = Times(costs, candidates, system.engine)
     times.step_seconds                       # one per job
 
 For a pipeline stage s and one micro-batch (forward, backward and recomputation together):
@@ -17,8 +17,6 @@ gradients: those kept in shards cannot wait for the last micro-batch.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,33 +34,6 @@ RIVALRY = 6.0
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Share of a block's launches that Megatron's scale, mask and softmax add when run separately (about 6 kernels to 25).
 The fused kernel takes four rows of scores at a time: heads x sequences of a rank must be a multiple of four."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds per job and step, on the busiest stage; `step_seconds` is the sum of all others."""
-
-    step_seconds: Array
-    forward: Array  # of the blocks
-    backward: Array  # of the blocks, with recomputation
-    host_excess: Array  # time the device waits for launches
-    bubble: Array
-    tp_exposed: Array
-    cp_exposed: Array
-    pp_exposed: Array
-    ep_exposed: Array
-    fsdp_exposed: Array
-    reduce_exposed: Array  # gradients over data parallel ranks, once per step
-    gather_exposed: Array  # weights after the update
-    optimizer: Array
-    offload_exposed: Array  # time the device waits for host transfers and the host's update
-    host_step: Array
-    small_collectives: Array
-    busiest_layers: Array  # number of layers of the busiest stage
-    heads: Array  # number of runs of the output layer
-    head_matmul: Array
-    loss: Array
-    embedding: Array
 
 
 def part_factors(flash: bool, engine: TrainingEngine) -> dict[str, float]:
@@ -111,60 +82,45 @@ def bubble_share(schedule: Array, virtual: Array, forward: Array, inputs: Array,
     return np.asarray(np.where(schedule == code("schedule", "dualpipe"), both, idle) / whole)
 
 
-@dataclass(frozen=True)
 class _Layer:
     """Seconds of one block and micro-batch: of device compute, exposed communication and launches by the host."""
 
-    forward: Array
-    backward: Array
-    again: Array
-    weight_gradients: Array
-    tp_exposed: Array
-    cp_exposed: Array
-    ep_exposed: Array
-    fsdp_exposed: Array
-    offloaded: Array
-    launches: Array
-    first_half: Array  # the forward pass with its exposed communication
-
-    @property
-    def device(self) -> Array:
-        """Device seconds of both passes, without waiting for sharded weights and offloaded activations."""
-        return self.forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
-
-
-def _layer(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: dict[str, Array]) -> _Layer:
-    full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
-    factors = part_factors(candidates.flash, engine)
-    forward_of, backward_of = (
-        {part: costs.block[part, phase] * factor for part, factor in factors.items()}
-        for phase in (Phase.FORWARD, Phase.BACKWARD)
-    )
-    forward = np.asarray(sum(forward_of.values()))
-    backward = sum(backward_of.values()) + costs.accumulate * accumulated_share(candidates, engine)
-    whole, partly = (sum(costs.again[part, mode] * factor for part, factor in factors.items()) for mode in (0, 1))
-    again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
-    passes = 2 + candidates.recomputed_share
-    tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
-    exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows are sent out and back
-    beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
-    ep_exposed = exchange - np.minimum(beside, forward + backward)
-    kind = context_kinds(candidates, engine)
-    # Megatron's selective recomputation repeats attention together with its exchange.
-    repeats = engine.repeats_attention_alone and not engine.repeats_up_projections(candidates.model)
-    repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
-    cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of gathered tensors are scattered
-    attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
-    cp_exposed = exposed(costs.cp_layer * cp_passes * slow["cp"], candidates, kind, attention, engine.cp_hidden)
-    device = forward + backward + again + tp_exposed + cp_exposed + ep_exposed
-    return _Layer(
-        forward, backward, again, backward_of["matmul"] / 2 + costs.accumulate, tp_exposed, cp_exposed, ep_exposed,
-        fsdp_exposed=_sharded(costs, candidates, engine, slow["dp"], device),
+    def __init__(
+        self, costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: dict[str, Array]
+    ) -> None:
+        full, selective = (candidates.has("recompute", word) for word in ("full", "selective"))
+        factors = part_factors(candidates.flash, engine)
+        forward_of, backward_of = (
+            {part: costs.block[part, phase] * factor for part, factor in factors.items()}
+            for phase in (Phase.FORWARD, Phase.BACKWARD)
+        )
+        self.forward = forward = np.asarray(sum(forward_of.values()))
+        self.backward = sum(backward_of.values()) + costs.accumulate * accumulated_share(candidates, engine)
+        self.weight_gradients = backward_of["matmul"] / 2 + costs.accumulate
+        whole, partly = (sum(costs.again[part, mode] * factor for part, factor in factors.items()) for mode in (0, 1))
+        self.again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
+        passes = 2 + candidates.recomputed_share
+        self.tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
+        exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows are sent out and back
+        beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
+        self.ep_exposed = exchange - np.minimum(beside, forward + self.backward)
+        kind = context_kinds(candidates, engine)
+        # Megatron's selective recomputation repeats attention together with its exchange.
+        repeats = engine.repeats_attention_alone and not engine.repeats_up_projections(candidates.model)
+        repeated = np.where(selective & repeats, 1.0, candidates.recomputed_share)
+        cp_passes = 2 + repeated + (kind != code("cp_kind", "all_to_all"))  # gradients of gathered ones are scattered
+        attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
+        sent = costs.cp_layer * cp_passes * slow["cp"]
+        self.cp_exposed = exposed(sent, candidates, kind, attention, engine.cp_hidden)
+        # Device seconds of both passes, without waiting for sharded weights and offloaded activations.
+        self.device = forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
+        self.fsdp_exposed = _sharded(costs, candidates, engine, slow["dp"], self.device)
         # Activations move to the host during the next block's forward pass, and back during its backward pass.
-        offloaded=np.maximum(costs.host_layer - forward, 0.0) + np.maximum(costs.host_layer - backward - again, 0.0),
-        launches=_launches(costs, candidates, engine),
-        first_half=forward + tp_exposed / passes + cp_exposed / cp_passes + ep_exposed / passes,
-    )  # fmt: skip
+        self.offloaded = np.maximum(costs.host_layer - forward, 0.0)
+        self.offloaded = self.offloaded + np.maximum(costs.host_layer - self.backward - self.again, 0.0)
+        self.launches = _launches(costs, candidates, engine)
+        # The forward pass with its exposed communication.
+        self.first_half = forward + self.tp_exposed / passes + self.cp_exposed / cp_passes + self.ep_exposed / passes
 
 
 def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
@@ -192,82 +148,61 @@ def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) 
     return np.asarray(kernels + 2 * (2 + candidates.recomputed_share) * collective)
 
 
-def _stages(
-    layer: _Layer, candidates: Candidates, engine: TrainingEngine, head: Array, embedding: Array, message: Array
-) -> tuple[Array, ...]:
-    """Returns, per micro-batch, the seconds of the slowest stage, of all others together and of the slowest stage's
-    wait for its host; and the slowest stage's layers and whether it has the output layer and the embedding."""
-    layers = stage_layers(candidates, engine.partition)
-    # Every chunk of a rank beyond the first adds a receive and a send in each direction.
-    host_messages = engine.host_collective_seconds * 4 * (candidates.virtual_stages - 1)
-    host_microbatch = engine.host_microbatch_seconds + host_messages
-    # Rows: the first stage, those in the middle, the last. Their layers, and which ends of the model they have.
-    none, alone = np.zeros(len(candidates)), candidates.pp == 1
-    count = np.stack([layers.first, layers.middle, layers.last])
-    has_head = np.stack(
-        [np.where(alone | candidates.v_shaped, 1.0, 0.0), none, np.where(candidates.v_shaped, 0.0, 1.0)]
-    )
-    has_embedding = np.stack([none + 1.0, none, np.where(alone, 1.0, 0.0)])
-    blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
-    ends = has_head * head + has_embedding * embedding
-    longer = _longer(blocks, count * layer.launches) + _longer(ends, host_microbatch)
-    first, middle, last = longer + message
-    slowest = np.maximum(np.maximum(first, last), np.where(candidates.pp > 2, middle, 0.0))
-    others = np.where(candidates.pp > 1, first + last + (candidates.pp - 2) * middle, slowest) - slowest
-    row = np.where(slowest == last, 2, np.where(slowest == first, 0, 1)), np.arange(len(candidates))
-    return slowest, others, (longer - blocks - ends)[row], count[row], has_head[row], has_embedding[row]
+class Times:
+    """Seconds per job and step, on the busiest stage; `step_seconds` is the sum of all others."""
 
-
-def assemble(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Times:
-    """Returns the step time from its ingredients and the engine's constants."""
-    slow = {
-        kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
-        for kind, crosses in costs.crosses.items()
-    }
-    micro_batches, layer = candidates.accumulation, _layer(costs, candidates, engine, slow)
-    head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
-    embedding = costs.embedding * engine.streaming_traffic
-    message = 2 * candidates.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow["pp"]
-    slowest, others, host_excess, count, has_head, has_embedding = _stages(
-        layer, candidates, engine, head_matmul + loss, embedding, message
-    )
-    second_half = layer.device - layer.first_half - layer.weight_gradients
-    bubble = others * bubble_share(
-        candidates.schedule, candidates.virtual_stages, layer.first_half, second_half, layer.weight_gradients
-    )
-    window = count * (layer.backward + layer.again)  # the last micro-batch's backward, which hides gradient reduction
-    reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
-    reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
-    gather_exposed = gather - np.minimum(engine.dp_hidden * gather, count * layer.forward)
-    # Gradients move to the host during the last backward pass; weights return while others are still updated.
-    offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
-    optimizer = costs.optimizer * engine.optimizer_traffic
-    host_step = np.full(len(candidates), engine.host_step_seconds)
-    m, heads = micro_batches * count, micro_batches * has_head
-    small, steady = np.zeros(len(candidates)) + sum(costs.small_collectives.values()), micro_batches * slowest
-    return Times(
-        step_seconds=steady + small + bubble + reduce_exposed + gather_exposed + optimizer + offload_step + host_step,
-        forward=m * layer.forward,
-        backward=m * (layer.backward + layer.again),
-        host_excess=micro_batches * host_excess,
-        bubble=bubble,
-        tp_exposed=m * layer.tp_exposed,
-        cp_exposed=m * layer.cp_exposed,
-        pp_exposed=micro_batches * message,
-        ep_exposed=m * layer.ep_exposed,
-        fsdp_exposed=m * layer.fsdp_exposed,
-        reduce_exposed=reduce_exposed,
-        gather_exposed=gather_exposed,
-        optimizer=optimizer,
-        offload_exposed=m * layer.offloaded + offload_step,
-        host_step=host_step,
-        small_collectives=small,
-        busiest_layers=count,
-        heads=heads,
-        head_matmul=heads * head_matmul,
-        loss=heads * loss,
-        embedding=micro_batches * has_embedding * embedding,
-    )
+    def __init__(self, costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> None:
+        c, layers = candidates, stage_layers(candidates, engine.partition)
+        slow = {
+            kind: np.where(crosses, engine.network_slowdown, engine.island_slowdown)
+            for kind, crosses in costs.crosses.items()
+        }
+        layer, micro_batches = _Layer(costs, c, engine, slow), c.accumulation
+        head_matmul, loss = costs.head_matmul * engine.matmul_slowdown, costs.head_streaming * engine.loss_traffic
+        embedding = costs.embedding * engine.streaming_traffic
+        message = 2 * c.virtual_stages * costs.pp_message * (1 - engine.pp_hidden) * slow["pp"]
+        # Every chunk of a rank beyond the first adds a receive and a send in each direction.
+        host_messages = engine.host_collective_seconds * 4 * (c.virtual_stages - 1)
+        # Rows: the first stage, those in the middle, the last. Their layers, and which ends of the model they have.
+        none, alone = np.zeros(len(c)), c.pp == 1
+        count = np.stack([layers.first, layers.middle, layers.last])
+        has_head = np.stack([np.where(alone | c.v_shaped, 1.0, 0.0), none, np.where(c.v_shaped, 0.0, 1.0)])
+        has_embedding = np.stack([none + 1.0, none, np.where(alone, 1.0, 0.0)])
+        blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
+        ends = has_head * (head_matmul + loss) + has_embedding * embedding
+        longer = _longer(blocks, count * layer.launches) + _longer(ends, engine.host_microbatch_seconds + host_messages)
+        first, middle, last = longer + message
+        slowest = np.maximum(np.maximum(first, last), np.where(c.pp > 2, middle, 0.0))
+        others = np.where(c.pp > 1, first + last + (c.pp - 2) * middle, slowest) - slowest
+        row = np.where(slowest == last, 2, np.where(slowest == first, 0, 1)), np.arange(len(c))
+        self.busiest_layers = busiest = count[row]  # number of layers of the busiest stage
+        self.heads = micro_batches * has_head[row]  # number of runs of the output layer
+        m = micro_batches * busiest
+        self.forward = m * layer.forward  # of the blocks
+        self.backward = m * (layer.backward + layer.again)  # of the blocks, with recomputation
+        self.head_matmul, self.loss = self.heads * head_matmul, self.heads * loss
+        self.embedding = micro_batches * has_embedding[row] * embedding
+        self.host_excess = micro_batches * (longer - blocks - ends)[row]  # time the device waits for launches
+        self.tp_exposed, self.cp_exposed = m * layer.tp_exposed, m * layer.cp_exposed
+        self.ep_exposed, self.fsdp_exposed = m * layer.ep_exposed, m * layer.fsdp_exposed
+        self.pp_exposed = micro_batches * message
+        second_half = layer.device - layer.first_half - layer.weight_gradients
+        shares = bubble_share(c.schedule, c.virtual_stages, layer.first_half, second_half, layer.weight_gradients)
+        self.bubble = others * shares
+        window = busiest * (layer.backward + layer.again)  # the last micro-batch's backward hides gradient reduction
+        reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
+        # Gradients over data parallel ranks, once per step, and weights after the update.
+        self.reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
+        self.gather_exposed = gather - np.minimum(engine.dp_hidden * gather, busiest * layer.forward)
+        # Gradients move to the host during the last backward pass; weights return while others are still updated.
+        offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
+        self.offload_exposed = m * layer.offloaded + offload_step
+        self.optimizer = costs.optimizer * engine.optimizer_traffic
+        self.host_step = np.full(len(c), engine.host_step_seconds)
+        self.small_collectives = np.zeros(len(c)) + sum(costs.small_collectives.values())
+        steady = micro_batches * slowest + self.small_collectives + self.bubble
+        once = self.reduce_exposed, self.gather_exposed, self.optimizer, offload_step, self.host_step
+        self.step_seconds = sum(once, steady)
 
 
 def _longer(device: Array, host: Array) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import tomli_w
@@ -9,7 +10,7 @@ import tomli_w
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.estimate import ClusterRequest
-from ironlaw.plan.emit import first_reason
+from ironlaw.plan.emit import first_reason, given
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.schedule import fewer_layers_at_ends
 
@@ -25,15 +26,6 @@ NARROW: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """By precision: the kind of converter, its options for linear layers, and those for grouped products."""
-
-
-def _narrow(precision: str, model: ModelConfig) -> dict[str, Any]:
-    """Returns the converters of linear layers and, where there are experts, of grouped products."""
-    if precision not in NARROW:
-        return {}
-    kind, linear, of_experts = NARROW[precision]
-    products = {"linear": {kind: linear}} | ({"grouped_mm": {kind: of_experts}} if model.moe is not None else {})
-    return {"model": {"converters": [f"quantize.{name}.{kind}" for name in products]}, "quantize": products}
 
 
 def torchtitan_cannot(layout: Layout, model: ModelConfig) -> str | None:
@@ -73,6 +65,7 @@ FLAVORS = {"16B": "deepseek-v2-lite", "236B": "deepseek-v2", "671B": "deepseek-v
 """Flavors of torchtitan's `deepseek_v3`, and the catalogued models that they are."""
 
 
+@lru_cache(maxsize=16)
 def _flavor(model: ModelConfig) -> str | None:
     """Returns the flavor with these dimensions, or None; torchtitan derives the positions' range from the sequence."""
     free = {"name", "context", "rope_scaling", "dropout"}
@@ -105,8 +98,12 @@ def torchtitan_config(request: ClusterRequest, layout: Layout) -> tuple[str, lis
         "activation_checkpoint": _recomputation(layout),
         "compile": {"enable": True},
     }
-    document |= _narrow(request.precision, request.model)
     model = request.model
+    if request.precision in NARROW:
+        kind, linear, of_experts = NARROW[request.precision]
+        products = {"linear": {kind: linear}} | ({"grouped_mm": {kind: of_experts}} if model.moe is not None else {})
+        document["model"] = {"converters": [f"quantize.{name}.{kind}" for name in products]}
+        document["quantize"] = products
     if model.latent is not None:
         document["model"] = {"name": "deepseek_v3", "flavor": _flavor(model)} | document.get("model", {})
     experts = ""
@@ -174,4 +171,6 @@ def _options(document: dict[str, Any], layout: Layout) -> list[str]:
     for section in ("training", "parallelism"):
         skipped = ("context_parallel_rotate_method", "expert_tensor_parallel_degree")
         words += [f"--{section}.{key} {value}" for key, value in document[section].items() if key not in skipped]
-    return [*words, "--compile.enable", f"activation-checkpoint:{layout.recompute}"]
+    # Its graphs, on by default, hold no pipeline, and of the exchanges of experts only some.
+    eager = given((layout.pp * layout.ep > 1, "--training.disable_cuda_graphs"))
+    return [*words, "--compile.enable", *eager, f"activation-checkpoint:{layout.recompute}"]

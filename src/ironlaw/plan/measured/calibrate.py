@@ -26,7 +26,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import write_text
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of_jobs
 from ironlaw.plan.cluster.step_costs import StepCosts, step_costs
-from ironlaw.plan.cluster.timeline import assemble
+from ironlaw.plan.cluster.timeline import Times
 from ironlaw.plan.engines.engine import MEANING, TrainingEngine
 from ironlaw.plan.engines.named import profile_path
 from ironlaw.plan.measured.read import Run
@@ -250,7 +250,7 @@ class _Problem:
         engine = replace(self.plain, **constants)
         planned = np.empty(len(self.measured))
         for block in self.blocks:
-            planned[block.index] = assemble(block.costs, block.candidates, engine).step_seconds
+            planned[block.index] = Times(block.costs, block.candidates, engine).step_seconds
         return np.asarray(np.log(planned / self.measured))
 
     def errors(self, x: Array) -> Array:

@@ -7,19 +7,14 @@ import math
 import shlex
 from collections.abc import Callable
 
+from ironlaw.catalog.formats import stored_format
 from ironlaw.catalog.models import repository
 from ironlaw.errors import UserError, did_you_mean
-from ironlaw.plan.emit import given
+from ironlaw.plan.emit import first_reason, given
 from ironlaw.plan.serving.estimate import Served
+from ironlaw.plan.serving.rates import vendor
 from ironlaw.plan.serving.request import ServeRequest
 
-_VLLM_WEIGHTS = {
-    "fp8": "fp8",
-    "int4-awq": "awq_marlin",
-    "int4-gptq": "gptq_marlin",
-    "int8-gptq": "gptq_marlin",
-    "mxfp4": "mxfp4",
-}
 _CACHES = {
     "vllm": {"fp8": "fp8"}, "sglang": {"fp8": "fp8_e4m3"}, "tensorrt-llm": {"fp8": "fp8"},
     "llama.cpp": {"int8": "q8_0", "q8_0": "q8_0"},
@@ -29,6 +24,12 @@ _CACHES = {
 _PLAIN = ("bf16", "fp16", "fp8")
 """Formats to which an engine converts the published checkpoint while loading it."""
 
+_GGUF = ("llama-cpp-quantize", "ggml-blocks")
+"""Sources of the formats of GGUF files, which also hold weights in 16 bits and in mxfp4."""
+
+_MAX_SLOTS = 256
+"""Most requests at once of llama.cpp (`LLAMA_MAX_SEQ`)."""
+
 
 def emit_serving(target: str, served: Served, request: ServeRequest) -> str:
     """Return one shell line. Raises UserError for an unknown engine, or one that cannot run the plan."""
@@ -37,14 +38,32 @@ def emit_serving(target: str, served: Served, request: ServeRequest) -> str:
     }  # fmt: skip
     if target not in makers:
         raise UserError(f"--emit {target}: {did_you_mean(target, makers)}")
-    if served.layout.prefill:
-        raise UserError(f"--emit {target}: prompts apart are several servers and a router: leave prefill= out")
-    if served.drafted and target != "vllm":
-        raise UserError(f"--emit {target}: speculation is written for vllm alone: leave speculate= out")
-    kept = ("bf16", "fp16", *_CACHES[target])
-    if served.formats.cache not in kept:
-        raise UserError(f"--emit {target}: it keeps no cache in {served.formats.cache}: use --kv {' or '.join(kept)}")
+    if reason := _reason_against(target, served):
+        raise UserError(f"--emit {target}: {reason}")
     return " ".join(makers[target](served, request)) + "\n"
+
+
+def _reason_against(target: str, served: Served) -> str | None:
+    """Return why the engine would refuse the plan, or None."""
+    layout, formats, model = served.layout, served.formats, served.model
+    kept = ("bf16", "fp16", *_CACHES[target])
+    is_gguf = formats.weights in ("bf16", "fp16", "mxfp4") or stored_format(formats.weights).source in _GGUF
+    return first_reason(
+        (layout.prefill, "prompts apart are several servers and a router: leave prefill= out"),
+        (served.drafted and target != "vllm", "speculation is written for vllm alone: leave speculate= out"),
+        (formats.cache not in kept, f"it keeps no cache in {formats.cache}: use --kv {' or '.join(kept)}"),
+        (model.heads % layout.tp, f"its ranks have equally many of {model.heads} heads: use another tp"),
+        (layout.attention_dp > 1 and model.moe is None,
+         f"ranks share experts by ep, and {model.name} has none: leave ep= out"),
+        (layout.attention_dp > 1 and target == "tensorrt-llm",
+         "its command line says no copies of attention: leave ep= out"),
+        (target == "tensorrt-llm" and not vendor(served.device).startswith("nvidia"),
+         f"it runs on NVIDIA's GPUs, not on {served.device.name}: use vllm"),
+        (target == "llama.cpp" and layout.tp > 1,
+         "it holds layers one after another: plan with --engine llama.cpp"),
+        (target == "llama.cpp" and not is_gguf,
+         f"it reads GGUF files, which hold no {formats.weights}: use for example --weights q4_k_m"),
+    )  # fmt: skip
 
 
 def emit_notes(target: str, served: Served) -> list[str]:
@@ -75,7 +94,7 @@ def _vllm(served: Served, request: ServeRequest) -> list[str]:
         (layout.pp > 1, f"--pipeline-parallel-size {layout.pp}"),
         (shares, f"--data-parallel-size {layout.attention_dp} --enable-expert-parallel"),
         (not shares and layout.replicas > 1, f"--data-parallel-size {layout.replicas}"),
-        (formats.weights in _VLLM_WEIGHTS, f"--quantization {_VLLM_WEIGHTS.get(formats.weights)}"),
+        (formats.weights == "fp8", "--quantization fp8"),
         (formats.cache in _CACHES["vllm"], f"--kv-cache-dtype {_CACHES['vllm'].get(formats.cache)}"),
         (served.drafted, f"--speculative-config {guesses}"),
         (True, f"--max-model-len {_longest(served, request)}"),
@@ -105,8 +124,6 @@ def _sglang(served: Served, request: ServeRequest) -> list[str]:
 
 def _tensorrt(served: Served, request: ServeRequest) -> list[str]:
     layout = served.layout
-    if layout.attention_dp > 1:
-        raise UserError("--emit tensorrt-llm: its command line says no copies of attention: leave ep= out")
     return given(
         (True, f"trtllm-serve {_repository(served)} --tp_size {layout.tp}"),
         (layout.pp > 1, f"--pp_size {layout.pp}"),
@@ -119,10 +136,8 @@ def _tensorrt(served: Served, request: ServeRequest) -> list[str]:
 
 def _llama(served: Served, request: ServeRequest) -> list[str]:
     """llama.cpp's slots share one context, so its size is the number of requests times the longest."""
-    if served.layout.tp > 1:
-        raise UserError("--emit llama.cpp: it holds layers one after another: plan with --engine llama.cpp")
     wanted = math.ceil((request.concurrency or 4) / served.layout.replicas)
-    at_once = max(1, min(served.most_requests(request), wanted))
+    at_once = max(1, min(served.most_requests(request), wanted, _MAX_SLOTS))
     file = shlex.quote(f"{served.model.name}-{served.formats.weights}.gguf")
     cache = _CACHES["llama.cpp"].get(served.formats.cache)
     return given(

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ironlaw.config import LayoutConfig, RunConfig
 from ironlaw.cores import torchrun_integer
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
 from ironlaw.train.history import write_event
@@ -61,10 +61,8 @@ class Rendezvous:
 
 def join(timeout_seconds: float = TIMEOUT_SECONDS) -> Rendezvous:
     """Meet the other ranks that torchrun started."""
-    try:
+    with reported("{reason}: start with torchrun, or unset WORLD_SIZE", ValueError):  # of a variable that torchrun sets
         store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_seconds)))
-    except ValueError as error:  # a variable that torchrun sets is missing or not a number
-        raise UserError(f"{error}: start with torchrun, or unset WORLD_SIZE") from None
     return meet(store, rank, size, timeout_seconds)
 
 

@@ -28,7 +28,7 @@ from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
 from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
-from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, check_model, newest_of
+from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, check_model, newest_of, unique_weights
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
@@ -39,7 +39,6 @@ from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.restore import QuantizedFiles, load_for_inference
 from ironlaw.train.run_directory import RunDirectory
-from ironlaw.train.state import Stateful, unique_weights
 from ironlaw.train.step import Step
 from ironlaw.workload.schedule import V_SHAPED, layers_of, rank_of_last
 
@@ -111,7 +110,7 @@ class LayoutStep(Step):
         assert isinstance(self.store, SharedAdapterFiles)
         return {name.removeprefix("weights/"): tensor for name, tensor in self.store.gather(self.model).items()}
 
-    def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
+    def _read(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         check_model(checkpoint, self.config.model)
         return self.store.read(checkpoint.path, self.model, states)
 

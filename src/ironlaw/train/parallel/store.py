@@ -29,11 +29,10 @@ from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.train.average import StepPlugin
-from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles
+from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles, Stateful, host_copy
 from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.materialize import COPY, SplitTensor, copy_parts, named_tensors, split_projection
 from ironlaw.train.parallel.ranks import Ranks
-from ironlaw.train.state import Stateful, host_copy
 from ironlaw.workload.optimizers import OptimizerConfig
 
 NAME = "sharded"
