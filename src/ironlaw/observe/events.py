@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -101,11 +101,11 @@ def describe_sync_points(
 ) -> list[dict[str, Any]]:
     """Returns sync points with times and seconds per step, and their parts of the phases in these recorded steps, those
     that took most first."""
-    whole, points = Counter[Phase](), list[dict[str, Any]]()
+    whole, points = defaultdict[Phase, float](float), list[dict[str, Any]]()
     for interval in itertools.chain(*recorded):
         whole[interval.phase or Phase.HOST] += interval.begin.until(interval.end)
     for (place, call), times in found.items():
-        parts = Counter[Phase]()
+        parts = defaultdict[Phase, float](float)
         for seconds, within in times:
             if within is not None and (all_of := whole[within.phase or Phase.HOST]):
                 parts[within.phase or Phase.HOST] += seconds / all_of
