@@ -95,8 +95,8 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
     from ironlaw.cli.tune import parse_budget
+    from ironlaw.report.catalog_view import FOOTER, sweep_view
     from ironlaw.report.page import write
-    from ironlaw.report.sweep_view import FOOTER, sweep_view
     from ironlaw.train.compression import sweep_formats
 
     found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)

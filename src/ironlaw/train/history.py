@@ -22,8 +22,8 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.errors import reported
 from ironlaw.ledger import Ledger, Phase
-from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
+from ironlaw.observe.partition import StepTimes
 from ironlaw.observe.profile import StepProfile
 from ironlaw.train.run_directory import JsonLines, RunDirectory, append_line, read_lines
 from ironlaw.train.tracking import Tracking
