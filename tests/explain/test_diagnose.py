@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from synthetic import make_config, make_profile, make_run
 
-from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.diagnose import RULES, Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rule import Axis, Tier
-from ironlaw.explain.rules import RULES
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ import torch
 import ironlaw
 from ironlaw.ledger import Phase
 from ironlaw.observe.partition import ClockReading, Interval, Partition
-from ironlaw.observe.sampler import StackSampler, StepGrowth, activity_of, data_stage_of
+from ironlaw.observe.sampler import StackSampler, StepGrowth, _is_waiting, activity_of, data_stage_of
 from ironlaw.observe.user_code import LoopLines, stacks
 
 
@@ -85,6 +85,14 @@ def test_a_line_that_holds_the_interpreters_lock_has_its_time() -> None:
     (place, _), *_ = lines.within([Interval(moments[0], moments[-1])]).most_common()
     assert "# HERE" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(place.rpartition(":")[2]) - 1]
     assert sys.gettrace() is None
+
+
+@pytest.mark.parametrize(("function", "waits_there"), [
+    (threading.Condition.wait, True), (queue.Queue.get, True), (threading.Event.is_set, False), (counts, False),
+])  # fmt: skip
+def test_a_thread_that_asks_whether_an_event_is_set_is_at_work(function: Callable[..., Any], waits_there: bool) -> None:
+    frame: Any = SimpleNamespace(f_code=function.__code__)
+    assert _is_waiting(frame) is waits_there
 
 
 def test_waiting_for_a_thread_that_waits_too_is_not() -> None:

@@ -33,6 +33,7 @@ FIRST_LOOK, NEXT_LOOK = 4, 1.5  # steps done before it; each later one is after 
 MIN_TIMES_LONGER, MIN_RISE = 1.2, 0.1  # of a step between two looks, and of a line's share of it
 MIN_SAMPLES, WANTED_SAMPLES = 8, 20  # of a look, which lasts for as many steps as that takes
 NOISE = 0.95  # of the quarter before
+_WAITS = ("wait", "wait_for", "acquire", "__enter__", "get", "put", "join", "_wait_for_tstate_lock")
 _TOKENISE = ("token", "encode", "bpe")
 _LOGGERS = ("logging", "wandb", "mlflow", "tensorboard", "tensorboardX", "comet_ml", "neptune", "rich", "tqdm",
             "matplotlib", "seaborn", "plotly", "PIL")  # fmt: skip
@@ -235,7 +236,7 @@ def _is_of_logger(file: str) -> bool:
 
 def _is_waiting(frame: FrameType) -> bool:
     """Whether it waits for another thread, at a lock, a queue or an event; a wait for worker processes is at a pipe."""
-    return frame.f_code.co_filename in (threading.__file__, queue.__file__)
+    return frame.f_code.co_filename in (threading.__file__, queue.__file__) and frame.f_code.co_name in _WAITS
 
 
 class StepGrowth:
