@@ -207,8 +207,10 @@ def test_gradients_that_a_loop_asks_for_are_part_of_its_loss(tmp_path: Path) -> 
             for _ in range(3):
                 torch.autograd.grad(model(torch.randn(4, 8)).sum(), [*model.parameters()], create_graph=True)
             optimizer.step()
-    phases = Ledger.load(tmp_path / "run" / "ledger.json").phase_seconds
-    assert phases[Phase.FORWARD] > 0.03
+    ledger = Ledger.load(tmp_path / "run" / "ledger.json")
+    assert ledger.phase_seconds[Phase.FORWARD] > 0.03
+    number = int(ledger.facts["places"]["update_unfused"].rpartition(":")[2])  # and no line of another optimizer
+    assert "SGD(" in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def test_gaps_are_named_by_their_neighbours_and_by_what_the_thread_did() -> None:

@@ -91,9 +91,8 @@ CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
     ),
     "recompiles": ("compile",),
     "vocabulary_unused": ("Embedding",),
-    "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
-"""Rule -> the names that the code it is about calls, or sets."""
+"""Rule -> the names that the code it is about calls, or sets; of an update that is not fused the optimizers' own."""
 EVENTS_OF_RULES = {
     **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
     **dict.fromkeys(("precision", "batch_small"), "forward pass"),
@@ -391,7 +390,8 @@ class Habits:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
         found = {rule: self.events[event].most_common(1)[0][0] for rule, event in EVENTS_OF_RULES.items()
                  if self.events[event]}  # fmt: skip
-        for rule, names in CALLS_OF_RULES.items():
+        optimizers = tuple({type(optimizer).__name__ for optimizer in self._optimizers})
+        for rule, names in {**CALLS_OF_RULES, "update_unfused": optimizers}.items():
             found[rule] = line_calling(names, self._files) or found.get(rule, "?")
         found["clipping"] = clipping_line(self._files) or "?"
         if self._close_look is not None:
