@@ -95,7 +95,7 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
     from ironlaw.cli.tune import parse_budget
-    from ironlaw.report.catalog_view import FOOTER, sweep_view
+    from ironlaw.report.catalog_view import SWEEP_FOOTER, sweep_view
     from ironlaw.report.page import write
     from ironlaw.train.compression import sweep_formats
 
@@ -103,7 +103,7 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
     view = sweep_view(found)
     answer(json, found, lambda _: view)
     if out is not None:
-        write(out, view, f"Formats of {found['source']}", FOOTER)
+        write(out, view, f"Formats of {found['source']}", SWEEP_FOOTER)
         messages().print(f"drawn in {out}")
     if found.get("interrupted"):
         raise KeyboardInterrupt

@@ -1,4 +1,5 @@
-"""Views of the catalogue and number formats with their sources, of a compression, and of the installation."""
+"""Views of the catalogue and number formats with their sources, of a compression, of a sweep of formats (the frontier
+of loss against bytes and speed), and of the installation."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ _PRINT: tuple[tuple[str, Print], ...] = (
     ("per_kwh", lambda v: f"{v:g} kg CO2/kWh"),
 )  # fmt: skip
 REFERENCE_PARAMETERS = 8e9  # size of the model whose bytes the table of formats gives as an example
+SWEEP_AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
+SWEEP_COLUMNS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
+Point = Mapping[str, Any]
+SWEEP_FOOTER = "Made by `ironlaw compress --sweep`."
 
 
 def names_view(names: Mapping[str, Sequence[str]]) -> Document:
@@ -164,31 +169,24 @@ def checkup_view(found: Mapping[str, Any]) -> Document:
     return view
 
 
-AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
-HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
-FOOTER = "Made by `ironlaw compress --sweep`."
-
-Point = Mapping[str, Any]
-
-
 def sweep_view(found: Mapping[str, Any]) -> Document:
     view, points = Document(), found["points"]
     view.title(f"Formats of {found['source']}")
     rows = [
         [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
-        for cells, point in zip(_rows(points), points, strict=True)
+        for cells, point in zip(_sweep_rows(points), points, strict=True)
     ]
-    view.table(HEADS, rows)
+    view.table(SWEEP_COLUMNS, rows)
     page = view.fold()
-    for axis, name in AXES.items():
+    for axis, name in SWEEP_AXES.items():
         page.heading(f"Loss (upwards) against {name} (to the right)")
-        page.add(Chart(_chart(points, axis)))
-    for text in _notes(found):
+        page.add(Chart(_sweep_chart(points, axis)))
+    for text in _sweep_notes(found):
         view.text(text, indent=2, role="dim")
     return view
 
 
-def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
+def _sweep_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
     whole = points[0]
     return [
         (
@@ -205,7 +203,7 @@ def _read(point: Point) -> float:
     return float(point["tokens_per_second"] * point["bytes_read"])
 
 
-def _notes(found: Mapping[str, Any]) -> list[str]:
+def _sweep_notes(found: Mapping[str, Any]) -> list[str]:
     notes = [
         "*: nothing else is smaller, faster and better at once. Read: weights a second while one sequence is decoded. "
         f"Loss of {found['held_out_tokens']:,} held-out tokens, by the kernels that decode."
@@ -232,8 +230,8 @@ def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
     return sorted(kept, key=lambda p: float(p[axis]))
 
 
-def _chart(points: Sequence[Point], axis: str) -> Markup:
-    scale, unit = 1.0, AXES[axis]
+def _sweep_chart(points: Sequence[Point], axis: str) -> Markup:
+    scale, unit = 1.0, SWEEP_AXES[axis]
     if axis == "bytes":
         scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
     best = _frontier(points, axis)
@@ -243,4 +241,4 @@ def _chart(points: Sequence[Point], axis: str) -> Markup:
     ]
     series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
-    return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)
+    return line_chart(f"Loss against {SWEEP_AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)
