@@ -172,14 +172,14 @@ def _arm(kill: Kill) -> None:
     if kill["kind"] == "clock":
         die_in(kill["seconds"])
     elif kill["kind"] == "checkpoint":
-        plain, writes = Checkpointer._run, iter(range(1, 10**6))
+        plain, writes = Checkpointer._write, iter(range(1, 10**6))
 
         def write(self: Checkpointer, *taken: Any) -> None:
             if next(writes) == kill["write"]:
                 die_in(kill["seconds"])
             plain(self, *taken)
 
-        Checkpointer._run = write  # type: ignore[method-assign]
+        Checkpointer._write = write  # type: ignore[method-assign]
     else:
         calls = iter(range(1, 10**9))
         for owner, name in CALLS:

@@ -72,14 +72,14 @@ def _arm(kill: dict[str, Any], log: Path) -> None:
         threading.Thread(target=lambda: (time.sleep(seconds), die()), daemon=True).start()
 
     if kill["kind"] == "checkpoint":
-        plain, writes = Checkpointer._run, iter(range(1, 10**6))
+        plain, writes = Checkpointer._write, iter(range(1, 10**6))
 
         def write(self: Checkpointer, *taken: Any) -> None:
             if next(writes) == kill["write"]:
                 die_in(kill["seconds"])
             plain(self, *taken)
 
-        Checkpointer._run = write  # type: ignore[method-assign]
+        Checkpointer._write = write  # type: ignore[method-assign]
         return
     if kill["kind"] == "call":
         train = Trainer.train

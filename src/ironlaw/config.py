@@ -28,9 +28,8 @@ from ironlaw.workload.sections import CommunicationConfig, ObjectiveConfig, Reco
 
 def _known_precision(name: str) -> str:
     if name != "auto" and name not in computing_formats():
-        raise ValueError(
-            f"train.precision = {name!r} is not known: {did_you_mean(name, ('auto', *computing_formats()))}"
-        )
+        known = did_you_mean(name, ("auto", *computing_formats()))
+        raise ValueError(f"train.precision = {name!r} is not known: {known}")
     return name
 
 
@@ -375,9 +374,8 @@ def _section_type(parts: Sequence[str], root: type[BaseModel]) -> type[BaseModel
 def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
     for key in table:
         if key not in kind.model_fields:
-            raise UserError(
-                f"unknown key {section}.{key}: {did_you_mean(key, kind.model_fields, prefix=f'{section}.')}"
-            )
+            near = did_you_mean(key, kind.model_fields, prefix=f"{section}.")
+            raise UserError(f"unknown key {section}.{key}: {near}")
 
 
 def explain_invalid(error: ValidationError, root: type[BaseModel]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ironlaw.data import building
-from ironlaw.data.building import entries, remove, select_entries
+from ironlaw.data.cache import entries, remove, select_entries
 from ironlaw.data.config import DataConfig
 from ironlaw.data.prepare import prepare
 from ironlaw.errors import UserError

@@ -174,6 +174,9 @@ def test_a_single_pair_of_answers_cannot_be_held_out(tmp_path: Path, tokenizer: 
     own = {"tokenizer": str(tokenizer), "cache": str(tmp_path / "cache")}
     with pytest.raises(UserError, match="is held out"):
         prepare(DataConfig(path=str(tmp_path / "pairs.jsonl"), format="pairs", **own), 400)
+    (tmp_path / "pairs.jsonl").write_text('{"chosen": "good", "rejected": "bad"}')
+    with pytest.raises(UserError, match=r'without text as "prompt" in its first line: write prompt, chosen'):
+        prepare(DataConfig(path=str(tmp_path / "pairs.jsonl"), format="pairs", **own), 400)
 
 
 def test_batches_learn_answers_only(tmp_path: Path, tokenizer: Path) -> None:

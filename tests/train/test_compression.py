@@ -28,11 +28,12 @@ from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
 from ironlaw.train import compression
 from ironlaw.train.checkpoint import newest_of
-from ironlaw.train.compression import candidates, compress_run
+from ironlaw.train.compression import compress_run
 from ironlaw.train.parallel.step import read_first_weights
 from ironlaw.train.parallel.store import ShardedFiles
 from ironlaw.train.restore import QuantizedFiles, load_for_inference, load_run, read_held
 from ironlaw.train.run_directory import complete_or_nothing, path_beside
+from ironlaw.train.sweep import candidates
 
 from ..conftest import TINY_GPT, TINY_LLAMA
 

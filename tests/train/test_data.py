@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ironlaw.config import RunConfig, build_config
+from ironlaw.data import tokenizer as tokenizers
 from ironlaw.errors import UserError
 from ironlaw.train.result import Outcome
 
@@ -31,6 +32,24 @@ def kinds(tmp_path: Path, corpus: Path) -> dict[str, dict[str, Any]]:
         "stream": records | {"streaming": True},
         "mock": {"mock": True},
     }
+
+
+def test_conversations_that_are_cut_are_told(tiny_config: Config, train: Train, losses: Losses, tmp_path: Path) -> None:
+    tokenizer = tokenizers.train(["what is it"] * 9, 280, tmp_path / "tokenizer.json")
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    talks = [[("user", "what " * (i % 9)), ("assistant", f"it is {i}")] for i in range(40)]
+    lines = [{"messages": [{"role": role, "content": text} for role, text in talk]} for talk in talks]
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    data = {"path": str(tmp_path / "talks.jsonl"), "format": "chat", "tokenizer": str(tokenizer.path)}
+    said: list[str] = []
+    for sequence in (16, 64):
+        config = tiny_config(
+            {"context": sequence}, data=data | {"chat_template": str(tmp_path / "plain.jinja")},
+            train={"steps": 2, "global_batch": 2},
+        )  # fmt: skip
+        train(config, tmp_path / f"run{sequence}", say=said.append)
+    (line,) = [line for line in said if "conversations" in line]
+    assert "are longer than a sequence and are cut" in line
 
 
 @pytest.mark.parametrize("kind", ["best_fit", "mixture", "stream", "mock"])

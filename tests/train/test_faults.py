@@ -20,9 +20,10 @@ from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.train import run_directory
 from ironlaw.train.faults import is_out_of_memory
+from ironlaw.train.jsonl import JsonLines, read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.result import Outcome
-from ironlaw.train.run_directory import JsonLines, locked, read_lines
+from ironlaw.train.run_directory import locked
 
 Config = Callable[..., RunConfig]
 Train = Callable[..., Outcome]

@@ -65,3 +65,14 @@ def test_generate_and_export_say_which_step_they_take(
     assert json.loads(out)["step"] == 8 and "step-00000012 is damaged" in json.loads(out)["passed_over"][0]
     code, out, messages = ironlaw_here("export", "run", "again")
     assert code == 0 and "step 8" in out and "step-00000012 is damaged" in messages
+
+
+def test_a_session_replaces_the_tokenizer_as_a_whole(
+    tiny_config: Config, train: Train, train_until: Any, tmp_path: Path
+) -> None:
+    """Half a tokenizer, of a process that was killed while it wrote, would keep the run from going on."""
+    train_until(6, tiny_config(), tmp_path / "run")
+    file = tmp_path / "run" / "tokenizer.json"
+    before = file.stat().st_ino, file.read_bytes()
+    train(tiny_config(), tmp_path / "run", resume=True)
+    assert file.stat().st_ino != before[0] and file.read_bytes() == before[1]

@@ -19,9 +19,9 @@ from ironlaw.model.parameters import Parameter, model_parameters
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import held_bytes
 from ironlaw.plan.step import plan_run
+from ironlaw.train.host_optimizer import Combined
 from ironlaw.train.optimizer import (
     BITSANDBYTES,
-    Combined,
     GaLore,
     build_optimizer,
     check_library,

@@ -97,7 +97,7 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
     from ironlaw.cli.tune import parse_budget
     from ironlaw.report.catalog_view import SWEEP_FOOTER, sweep_view
     from ironlaw.report.page import write
-    from ironlaw.train.compression import sweep_formats
+    from ironlaw.train.sweep import sweep_formats
 
     found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)
     view = sweep_view(found)

@@ -143,7 +143,7 @@ def clean(
     json: Json = False,
 ) -> None:
     """What the cache of prepared data holds, with its sizes; removes it after asking."""
-    from ironlaw.data.building import entries, remove, select_entries
+    from ironlaw.data.cache import entries, remove, select_entries
     from ironlaw.data.config import DataConfig
     from ironlaw.report.data_view import cache_view
 

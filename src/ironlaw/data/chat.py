@@ -276,9 +276,8 @@ def _pay(size: int) -> None:
     left = _left.get()
     left[0] -= size
     if left[0] < 0:
-        raise jinja2.TemplateError(
-            f"it makes more than {MAX_RENDERED:,} characters, or {MAX_RENDERED // PASS:,} passes of loops"
-        )
+        loops = f"{MAX_RENDERED // PASS:,} passes of loops"
+        raise jinja2.TemplateError(f"it makes more than {MAX_RENDERED:,} characters, or {loops}")
 
 
 def _paid(function: Callable[..., Any], name: str, of: Any = None) -> Callable[..., Any]:
@@ -339,8 +338,8 @@ def read_template(folder: Path, given: str | None = None) -> tuple[str | None, d
     """Return the chat template of a Hugging Face directory or a run, or that of the `given` file, and the special
     tokens that it may name."""
     fields = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    special = {key: _token(value) for key, value in fields.items() if key.endswith("_token") and value}
-    special = {key: token for key, token in special.items() if not isinstance(fields[key], bool)}  # add_bos_token
+    tokens = {key: value for key, value in fields.items() if key.endswith("_token") and not isinstance(value, bool)}
+    special = {key: _token(value) for key, value in tokens.items() if value}
     file = folder / TEMPLATE if given is None else at_home(given)
     if given is not None and not file.is_file():
         raise UserError(f"data.chat_template = {given!r} is not a file: give a Jinja2 template")

@@ -218,10 +218,14 @@ def check_has_text(corpus: Corpus) -> None:
     """Raise UserError if the corpus has no file with text."""
     if corpus.files:
         return
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in corpus.skipped.items())
-    found = f"skipped: {reasons}" if reasons else "it is empty"
     remedy = "data.maximum_file_bytes can be raised" if "too large" in corpus.skipped else "give UTF-8 text files"
-    raise UserError(f'data.path = "{corpus.source.path}" has no text ({found}): {remedy}')
+    raise no_text_error(corpus.source.path, corpus.skipped, remedy)
+
+
+def no_text_error(path: str, skipped: dict[str, int], remedy: str = "give documents with text") -> UserError:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+    found = f"skipped: {reasons}" if reasons else "it is empty"
+    return UserError(f'data.path = "{path}" has no text ({found}): {remedy}')
 
 
 def _walk(corpus: Corpus, root: Path) -> None:

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.batch import Batch
 from ironlaw.data.batches import Samples
 from ironlaw.data.config import DataConfig
+from ironlaw.data.corpus import Corpus
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.order import mix, permutations
+from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, join_splits
-from ironlaw.data.source import prepare_source, shared_tokenizer
+from ironlaw.data.source import Say, prepare_source
 from ironlaw.data.stats import unigram_loss
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of
@@ -88,8 +89,8 @@ def compute_places(weights: Sequence[float]) -> list[int]:
 
 
 def prepare_mixture(
-    config: DataConfig, vocab: int, sources: list[corpora.Corpus], given: tokenizers.Tokenizer | None,
-    progress: Progress | None, say: Any,
+    config: DataConfig, vocab: int, sources: list[Corpus], given: tokenizers.Tokenizer | None,
+    progress: Progress | None, say: Say,
 ) -> Dataset:  # fmt: skip
     """Prepare each source in its own folder, all with one tokenizer."""
     tokenised = [corpus.source.path for corpus in sources if corpus.tokenised]

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ironlaw.data import corpus as corpora
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import CHATS, DataConfig
+from ironlaw.data.corpus import Corpus, find
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.mixture import prepare_mixture
+from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import Progress, TokenSplit, token_dtype
-from ironlaw.data.source import Say, folder_name, prepare_source, shared_tokenizer
+from ironlaw.data.source import Say, folder_name, prepare_source
 from ironlaw.data.stream import open_stream
 from ironlaw.errors import UserError
 
@@ -30,10 +31,9 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
     say = say or (lambda message: None)
     if config.mock:
         return _mock(config, vocab)
-    given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
+    given, sources = _found(config)
     if given is not None:
         tokenizers.check_fits(given, vocab)
-    sources = _found(config, given)
     if given is None and not all(corpus.tokenised for corpus in sources):
         tokenizers.check_vocab(vocab)
     if config.streaming:
@@ -45,16 +45,16 @@ def prepare(config: DataConfig, vocab: int, progress: Progress | None = None, sa
 
 def folders_of(config: DataConfig, vocab: int) -> list[Path]:
     """Return the folders of the sources' tokens. A mixture's folders depend on its tokenizer, trained if missing."""
-    given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
-    sources = _found(config, given)
+    given, sources = _found(config)
     if given is None and len(sources) > 1:
         given = shared_tokenizer(config, vocab, sources)
     return [config.cache_folder / folder_name(config, vocab, corpus, given) for corpus in sources]
 
 
-def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[corpora.Corpus]:
-    """Return the sources with their files. Corpora of conversations get the template and tokenizer that they need."""
-    sources = [corpora.find(source, config.maximum_file_bytes) for source in config.all_sources]
+def _found(config: DataConfig) -> tuple[tokenizers.Tokenizer | None, list[Corpus]]:
+    """Return the given tokenizer, and the sources with their files; those of conversations with their template."""
+    given = None if config.tokenizer is None else tokenizers.load(config.tokenizer, config.end_of_text)
+    sources = [find(source, config.maximum_file_bytes) for source in config.all_sources]
     chats = [corpus for corpus in sources if corpus.source.format in CHATS]
     if chats and given is None:
         raise UserError("conversations need the tokenizer of the model that learns: give data.tokenizer, or model.from")
@@ -64,7 +64,7 @@ def _found(config: DataConfig, given: tokenizers.Tokenizer | None) -> list[corpo
         text = text_for_training(given, config.chat_template, config.pairs)
         for corpus in chats:
             corpus.chat = text
-    return sources
+    return given, sources
 
 
 def _mock(config: DataConfig, vocab: int) -> Dataset:

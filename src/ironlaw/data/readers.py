@@ -193,10 +193,11 @@ def _from_line(line: bytes, path: Path, field: str, take: Take, first: bool) -> 
     content, lacks = take(fields, field)
     if content is not None:
         return content, ""
+    if first and lacks and take is _preference:
+        raise UserError(f"{path} is without {lacks} in its first line: write prompt, chosen and rejected")
     if first and lacks:
-        what = (
-            f'the field "{field}" of {path} is without {lacks}' if field in fields else f'{path} has no field "{field}"'
-        )
+        there = f'the field "{field}" of {path} is without {lacks}'
+        what = there if field in fields else f'{path} has no field "{field}"'
         others = ", ".join(name for name in fields if name != field)
         raise UserError(f"{what}{f': set data.field to one of {others}' if others else ', and no other: write one'}")
     return None, f'without {lacks} in "{field}"' if lacks else "empty"

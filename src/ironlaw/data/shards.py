@@ -8,7 +8,6 @@ had a single shard, `SPLIT.bin` and `SPLIT_documents.npy`; it can still be read.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -49,24 +48,18 @@ class SplitWriter:
     """Appends documents to one split's files of one shard. `marked`: also writes the marks of the tokens."""
 
     def __init__(self, folder: Path, split: Split, number: int, dtype: np.dtype[Any], marked: bool = False):
-        self._folder = folder
-        self._dtype = dtype
-        self._name = f"{split}-{number:05d}"
+        self._folder, self._dtype, self._name = folder, dtype, f"{split}-{number:05d}"
         self._file: BinaryIO = open(folder / f"{self._name}.bin", "wb")  # noqa: SIM115 closed by `finish` and `close`
-        self._digest = hashlib.sha256()
         self._ends = [0]
-        self._marks: list[np.ndarray] | None = [] if marked else None
-        self.tokens = 0
-        self.bytes = 0
+        self._marks = [np.empty(0, np.uint8)] if marked else None
+        self.tokens = self.bytes = 0
 
     def write(self, ids: np.ndarray, text_bytes: int) -> None:
         if self._marks is not None:
             self._marks.append((ids >> MARKS).astype(np.uint8))
             ids = ids & IDS
-        data = ids.astype(self._dtype).tobytes()
         # Written, not memory-mapped: a full disk then raises an error instead of killing the process.
-        self._file.write(data)
-        self._digest.update(data)
+        self._file.write(ids.astype(self._dtype).tobytes())
         self.tokens += len(ids)
         self.bytes += text_bytes
 
@@ -78,23 +71,16 @@ class SplitWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        boundaries = self._folder / f"{self._name}_documents.npy"
-        with replacing(boundaries) as file:
+        files = {"": f"{self._name}.bin", "documents_": f"{self._name}_documents.npy"}
+        with replacing(self._folder / files["documents_"]) as file:
             np.save(file, np.array(self._ends, dtype=np.int64))
-        marks = {}
         if self._marks is not None:
-            beside = self._folder / f"{self._name}_marks.bin"
-            beside.write_bytes(np.concatenate([np.empty(0, np.uint8), *self._marks]).tobytes())
-            marks = {"marks_file": beside.name, "marks_sha256": sha256(beside)}
-        return marks | {
-            "file": f"{self._name}.bin",
-            "documents_file": boundaries.name,
-            "documents": len(self._ends) - 1,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "sha256": self._digest.hexdigest(),
-            "documents_sha256": sha256(boundaries),
-        }
+            files["marks_"] = f"{self._name}_marks.bin"
+            (self._folder / files["marks_"]).write_bytes(np.concatenate(self._marks).tobytes())
+        entry: dict[str, Any] = {"documents": len(self._ends) - 1, "tokens": self.tokens, "bytes": self.bytes}
+        for what, name in files.items():
+            entry |= {f"{what}file": name, f"{what}sha256": sha256(self._folder / name)}
+        return entry
 
     def close(self) -> None:
         self._file.close()
@@ -104,9 +90,7 @@ class ShardWriter:
     """Writes one shard of both splits. `finish` returns its entry of the index."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype[Any], end_of_text: int, marked: bool = False):
-        self.number = number
-        self._end_of_text = end_of_text
-        self._marked = marked
+        self.number, self._end_of_text, self._marked = number, end_of_text, marked
         self._writers = {split: SplitWriter(folder, split, number, dtype, marked) for split in SPLITS}
         self._skipped: Counter[str] = Counter()
         self._last = -1
@@ -196,9 +180,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
             index = _from_schema_1(index)
         width = np.dtype(index["dtype"]).itemsize
         shards, tokenizer_sha256 = index["shards"], index["tokenizer"]["sha256"]
-        expected = {
-            shard[split]["file"]: shard[split]["tokens"] * width for shard in shards for split in SPLITS
-        }  # fmt: skip
+        size = sum(shard[split]["tokens"] for shard in shards for split in SPLITS) * width
     except (OSError, ValueError, KeyError, TypeError):
         raise _damaged(folder, f"{INDEX} is missing or unreadable") from None
     if schema not in (1, SCHEMA_VERSION):
@@ -210,7 +192,7 @@ def read_index(folder: Path, checksums: bool | None = None) -> dict[str, Any]:
         if sha256(file) != tokenizer_sha256:
             raise _damaged(folder, "tokenizer.json does not have the checksum it was written with")
     if checksums is None:
-        checksums = sum(expected.values()) <= CHECKSUM_LIMIT_BYTES
+        checksums = size <= CHECKSUM_LIMIT_BYTES
     with ThreadPoolExecutor(min(8, usable_cores())) as pool:  # hashing releases the interpreter's lock
         found = list(pool.map(lambda shard: damage(folder, shard, width, checksums), shards))
     wrong = {number: what for number, what in enumerate(found) if what is not None}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,94 +15,17 @@ from typing import Any
 import numpy as np
 
 from ironlaw import units
-from ironlaw.data import building, megatron, readers, shards
+from ironlaw.data import building, megatron, shards
 from ironlaw.data import tokenizer as tokenizers
 from ironlaw.data.config import DataConfig
-from ironlaw.data.corpus import Corpus, File
+from ironlaw.data.corpus import Corpus, no_text_error
 from ironlaw.data.dataset import Dataset, open_dataset
-from ironlaw.data.splits import SPLITS, Splitter, no_held_out_error, number, split
+from ironlaw.data.sample import sample
+from ironlaw.data.splits import SPLITS, Splitter, no_held_out_error, split
 from ironlaw.data.stats import unigram_loss
 from ironlaw.data.tokenise import Tokeniser, worker_count
 from ironlaw.errors import UserError
 from ironlaw.files import digest_of, read_json, seal, sha256, write_json
-
-_SHARE = 2**20  # characters that any place may contribute
-_SPOTS = 64  # places that are sampled in all files of records together
-
-
-def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]:
-    """Yield up to `characters` of text in a fixed shuffled order.
-
-    No place contributes more than its share or 1 MB, so that one huge document does not dominate the sample.
-    """
-    places = list(_places(corpus))
-    places.sort(
-        key=lambda place: number(f"{place[0].name}{place[1] or ''}".encode("utf-8", "surrogateescape"), splitter.seed)
-    )
-    share = max(characters // max(1, len(places)), _SHARE)
-    left = characters
-    for file, start, stop in places:
-        room = min(share, left)
-        for text in _training_texts(corpus, splitter, file, start, stop):
-            text = text[:room]
-            room -= len(text)
-            left -= len(text)
-            yield text
-            if room <= 0:
-                break
-        if left <= 0:
-            return
-
-
-def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
-    """Yield (file, position to begin at, position of the next place or None)."""
-    records = sum(file.kind != "text" for file in corpus.files)
-    for file in corpus.files:
-        if file.kind == "text":
-            yield file, 0, None
-        else:
-            starts = readers.find_positions(file.kind, file.path, max(1, _SPOTS // records))
-            for start, stop in zip(starts, [*starts[1:], None], strict=True):
-                yield file, start, stop
-
-
-def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, stop: int | None) -> Iterator[str]:
-    contents: Iterator[readers.Content | None] = iter([corpus.text(file)] if file.kind == "text" else ())
-    if file.kind != "text":
-        contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
-    for content in contents:
-        if content is not None:
-            for split, part in splitter.parts(file, content):
-                if split == "train" and isinstance(part, str):
-                    yield part
-
-
-def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
-    for record in records:
-        yield None if isinstance(record.content, dict) else record.content  # conversations bring a tokenizer
-        if stop is not None and record.next >= stop:
-            return
-
-
-def shared_tokenizer(
-    config: DataConfig, vocab: int, sources: list[Corpus], all_text: bool = True
-) -> tokenizers.Tokenizer:
-    """Return a tokenizer trained once, on text of every source by its weight."""
-    from tokenizers import __version__
-
-    key = [vocab, __version__, tokenizers.SAMPLE_BYTES, config.validation_fraction, config.seed]
-    key += [(corpus.fingerprint(), corpus.source.field, corpus.source.weight) for corpus in sources]
-    folder = config.cache_folder / f"tokenizer-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
-    weights = sum(corpus.source.weight for corpus in sources)
-
-    def texts() -> Iterator[str]:
-        for corpus in sources:
-            splitter = split(corpus, config.validation_fraction, config.seed, all_text)
-            yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * corpus.source.weight / weights))
-
-    building.make(folder, lambda place: tokenizers.train(texts(), vocab, place / "tokenizer.json"))
-    return tokenizers.load(folder / "tokenizer.json")
-
 
 Say = Callable[[str], None]
 _LARGE_BYTES = 2**30  # of text, which takes seconds to read
@@ -276,6 +198,5 @@ def _check(index: dict[str, Any], folder: Path) -> None:
         return
     (folder / building.PROGRESS).unlink()  # nothing here is of use to another attempt
     if not any(documents.values()):
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in index["skipped"].items()) or "it is empty"
-        raise UserError(f'data.path = "{index["path"]}" has no text (skipped: {reasons}): give documents with text')
+        raise no_text_error(index["path"], index["skipped"])
     raise no_held_out_error(index["path"])

@@ -28,11 +28,11 @@ from ironlaw.data.batches import empty, fill_row
 from ironlaw.data.config import DataConfig
 from ironlaw.data.dataset import Dataset, Stream
 from ironlaw.data.order import mix, permuted
+from ironlaw.data.sample import shared_tokenizer
 from ironlaw.data.shards import TokenSplit, token_dtype
-from ironlaw.data.source import shared_tokenizer
 from ironlaw.data.tokenise import TextPiece, Tokeniser, read_pieces, worker_count
 from ironlaw.errors import UserError
-from ironlaw.files import append_json_line, digest_of, read_json_lines, sha256
+from ironlaw.files import SEAL, append_json_line, digest_of, is_sealed, read_json_lines, seal, sha256
 
 BLOCK_BYTES = 2**23  # of text; windows are shuffled within a block
 _VALIDATION_BYTES = 2**22  # of held-out text, at most
@@ -97,8 +97,9 @@ class StreamBatches:
         self._stream = stream
         self._rank = rank
         self._notes = stream.folder / f"positions-{seed}-{sequence}.jsonl"
-        notes = (_Start(**note) for note in read_json_lines(self._notes))
-        self._starts = sorted({_Start(0, 0, *corpora.START), *notes})
+        notes = (note for note in read_json_lines(self._notes) if is_sealed(note))  # a changed one is another order
+        places = (_Start(**{key: value for key, value in note.items() if key != SEAL}) for note in notes)
+        self._starts = sorted({_Start(0, 0, *corpora.START), *places})
         self._blocks: Generator[_Block, None, None] | None = None
         self._kept: deque[_Block] = deque()
         self._dropped = self._seen = 0
@@ -195,7 +196,7 @@ class StreamBatches:
             return
         bisect.insort(self._starts, start)
         with suppress(OSError):  # the notes only save time
-            append_json_line(self._notes, dataclasses.asdict(start))
+            append_json_line(self._notes, seal(dataclasses.asdict(start)))
 
 
 def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: tokenizers.Tokenizer | None) -> Dataset:

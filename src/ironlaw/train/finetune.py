@@ -55,9 +55,8 @@ def add_adapters(
     for layer, group in groupby(chosen.targets, key=lambda target: target.layer):
         linear = model.get_submodule(layer)
         assert isinstance(linear, Linear)
-        adapters = {
-            t.name: Adapter(t.start, t.stop, t.inputs, finetune.rank, finetune.scale, finetune.dropout) for t in group
-        }
+        own = finetune.rank, finetune.scale, finetune.dropout
+        adapters = {t.name: Adapter(t.start, t.stop, t.inputs, *own) for t in group}
         adapt(linear, adapters, magnitudes=finetune.method == "dora")
     if finetune.start_from:
         read_adapter(Path(finetune.start_from), model, config, names, finetune)

@@ -12,6 +12,7 @@ import datetime
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.partition import StepTimes
 from ironlaw.observe.profile import StepProfile
-from ironlaw.train.run_directory import JsonLines, RunDirectory, append_line, read_lines
+from ironlaw.train.jsonl import JsonLines, append_line, read_lines
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.tracking import Tracking
 
 
@@ -188,6 +190,7 @@ class Journal:
         run.drop_after(step)
         self._metrics = JsonLines(run.metrics_file, say)
         self._tracking = Tracking(config, run.path, step, say)
+        self.event = partial(write_event, run)
 
     def step(self, entry: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. On return it is in the kernel's page cache and survives a kill."""
@@ -197,10 +200,6 @@ class Journal:
     def sync(self) -> None:
         """Flush all lines to disk. Raises OSError if the disk is full."""
         self._metrics.sync()
-
-    def event(self, event: str, **fields: Any) -> None:
-        """Append an event of the run and sync it to disk. Raises OSError if that fails."""
-        write_event(self.run, event, **fields)
 
     def drop_after(self, step: int, observed: Observations) -> None:
         """Drop the metrics of the discarded steps after `step`; their time is still accounted for."""
@@ -231,9 +230,9 @@ class NoJournal:
         return lambda *arguments, **named: None
 
 
-def write_event(run: RunDirectory, kind: str, **fields: Any) -> None:
-    """Append an event to events.jsonl and sync it to disk."""
-    append_line(run.events_file, {"event": kind, "time": now(), **fields}, sync=True)
+def write_event(run: RunDirectory, event: str, **fields: Any) -> None:
+    """Append an event to events.jsonl and sync it to disk. Raises OSError if that fails."""
+    append_line(run.events_file, {"event": event, "time": now(), **fields}, sync=True)
 
 
 def batch_crc32(batch: Batch[Any]) -> int:

@@ -39,11 +39,12 @@ from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.offload import Transfer
 from ironlaw.train.recovery import Recovery, Rollback, handle_spike
 from ironlaw.train.result import Outcome, finished_ledger, in_other_units, validate
-from ironlaw.train.run_directory import RunDirectory, read_lines
+from ironlaw.train.run_directory import RunDirectory
 from ironlaw.train.step import Step
 
 REPLAN_AFTER_STEPS = 3  # after the warm-up: their median predicts the others within the spread of single steps
@@ -149,9 +150,8 @@ class Trainer:
     def train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
-        self.energy = EnergyMeter(
-            accelerated=accelerated, gpu=find_gpu_monitor(self.device.index or 0) if accelerated else None
-        )
+        monitor = find_gpu_monitor(self.device.index or 0) if accelerated else None
+        self.energy = EnergyMeter(accelerated=accelerated, gpu=monitor)
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step

@@ -1,14 +1,12 @@
-"""Builds the optimizer from `[optimizer]`, with parameter groups: PyTorch's, a library's or GaLore; several combined;
-or one whose state, master weights and update are on the host to save device memory. And learning-rate schedules."""
+"""Builds the optimizer from `[optimizer]`: PyTorch's, a library's or GaLore, with parameter groups; and learning-rate
+schedules."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,141 +15,9 @@ from torch import Tensor, nn
 from ironlaw.config import RunConfig
 from ironlaw.errors import reported
 from ironlaw.model.parameters import Parameter
+from ironlaw.train.host_optimizer import Combined, HostOptimizer
 from ironlaw.train.offload import TransferStream
 from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, Assignment, OptimizerConfig, assign, check_patterns
-
-BUCKET_BYTES = 64 * 2**20
-Groups = list[dict[str, Any]]
-
-
-class Combined(torch.optim.Optimizer):
-    """Several optimizers used as one, for example one for matrices and one for all other tensors."""
-
-    def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
-        self.parts = tuple(parts)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return list(chain.from_iterable(part.param_groups for part in self.parts))
-
-    @property
-    def state(self) -> dict[Any, Any]:  # type: ignore[override]
-        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for part in self.parts:
-            part.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for part in self.parts:
-            part.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() for part in self.parts]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A parameter on the device, its master copy on the host, and the host buffer for its gradient."""
-
-    parameter: nn.Parameter
-    host: Tensor
-    gradient: Tensor
-
-    def fetch(self, stream: TransferStream) -> list[torch.cuda.Event]:
-        """Start to copy the gradient to the host, if there is one."""
-        self.host.grad = None
-        if self.parameter.grad is None:
-            return []
-        self.host.grad = self.gradient
-        return [stream.out(self.parameter.grad, self.gradient)]
-
-
-class HostOptimizer(Combined):
-    """Runs the optimizer that `build` makes on the host. Results are bit-equal if device and host compute alike.
-
-    Parameters are grouped in buckets. All gradients, which stay on the device until the step, are requested at once.
-    When a bucket's gradients arrive, the CPU updates it, and its weights are copied back during the next update: the
-    slowest of three stages sets the time.
-    """
-
-    def __init__(
-        self, groups: Groups, build: Callable[[Groups], torch.optim.Optimizer], stream: TransferStream
-    ) -> None:
-        self.stream = stream
-        self._buckets: list[list[_Pair]] = []
-        parts = []
-        for bucket in _bucketed(groups):
-            pairs, hosted = [], []
-            for group in bucket:
-                here = [self._pair(parameter) for parameter in group["params"]]
-                pairs += here
-                hosted.append(group | {"params": [pair.host for pair in here]})
-            self._buckets.append(pairs)
-            parts.append(build(hosted))
-        super().__init__(parts)
-
-    def _pair(self, parameter: nn.Parameter) -> _Pair:
-        host = self.stream.host_like(parameter.detach())
-        return _Pair(parameter, host.copy_(parameter.detach()), self.stream.host_like(parameter.detach()))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        leaving = [[arrival for pair in pairs for arrival in pair.fetch(self.stream)] for pairs in self._buckets]
-        returning = []
-        for pairs, part, arrivals in zip(self._buckets, self.parts, leaving, strict=True):
-            for arrival in arrivals:
-                arrival.synchronize()
-            part.step()
-            returning += [self.stream.back_into(pair.host, pair.parameter.data) for pair in pairs]
-        for arrival in returning:
-            arrival.wait()  # the next forward pass reads the new weights
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the device's gradients; the host's are buffers that the next step overwrites."""
-        assert set_to_none
-        for pair in self._pairs():
-            pair.parameter.grad = None
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state. The host copies are refreshed from the device, where weights must have been loaded."""
-        super().load_state_dict(state)
-        for pair in self._pairs():
-            pair.host.copy_(pair.parameter.detach())
-
-    def host_bytes(self) -> int:
-        """Return the bytes of weights, gradients and state on the host."""
-        state = sum(tensor.nbytes for part in self.state.values() for tensor in part.values() if tensor.dim())
-        return state + sum(pair.host.nbytes + pair.gradient.nbytes for pair in self._pairs())
-
-    def _pairs(self) -> Iterator[_Pair]:
-        return (pair for pairs in self._buckets for pair in pairs)
-
-
-def _bucketed(groups: Groups) -> Iterator[Groups]:
-    """Split the groups into buckets of about `BUCKET_BYTES`; each piece keeps the settings of its group."""
-    bucket: Groups = []
-    held = 0
-    for group in groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        part: list[nn.Parameter] = []
-        for parameter in group["params"]:
-            part.append(parameter)
-            held += parameter.nbytes
-            if held >= BUCKET_BYTES:
-                yield [*bucket, settings | {"params": part}]
-                bucket, part, held = [], [], 0
-        if part:
-            bucket.append(settings | {"params": part})
-    if bucket:
-        yield bucket
 
 
 def build_optimizer(
@@ -160,7 +26,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:  # fmt: skip
     """Return the optimizer of `model`. `set_learning_rate` multiplies the rate of each group by its `lr_scale`.
 
-    `stream`: keep the state and update on the host, with this transfer stream (`train/optimizer.py`). `whole`: the
+    `stream`: keep the state and update on the host, with this transfer stream (`train/host_optimizer.py`). `whole`: the
     parameters before they were sharded. Fused updates need tensors of one device mesh, so each mesh has its own groups.
     """
     whole = described(model) if whole is None else whole
@@ -219,9 +85,8 @@ def _build(name: str, groups: list[dict[str, Any]], config: OptimizerConfig) -> 
         case "sgd":
             return torch.optim.SGD(groups, lr=lr, fused=fused)
         case "momentum":
-            return torch.optim.SGD(
-                groups, lr=lr, momentum=0.9 if config.momentum is None else config.momentum, fused=fused
-            )
+            momentum = 0.9 if config.momentum is None else config.momentum
+            return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)
         case "rmsprop":
             return torch.optim.RMSprop(groups, lr=lr, alpha=config.beta2, eps=eps)
         case "adam":
@@ -323,14 +188,21 @@ def learning_rate(config: RunConfig, step: int) -> float:
 def _after_warmup(config: RunConfig, peak: float, steps: int, progress: float) -> float:
     """Return the rate `steps` after the warmup; `progress` (0 to 1) is their fraction of all steps after it."""
     schedule = config.schedule
-    floor, start = peak * schedule.min_lr_fraction, max(1, config.warmup_steps)
-    rates: dict[str, Callable[[], float]] = {
-        "cosine": lambda: floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": lambda: peak + (floor - peak) * progress,
-        "exponential": lambda: peak * schedule.min_lr_fraction**progress,
-        "inverse_sqrt": lambda: max(floor, peak * math.sqrt(start / (start + steps))),
-        "step": lambda: float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every))),
-        "wsd": lambda: floor + (peak - floor) * min(1.0, (1 - progress) / schedule.decay_fraction),
-        "constant": lambda: peak,
-    }
-    return rates[schedule.kind]()
+    floor = peak * schedule.min_lr_fraction
+    match schedule.kind:
+        case "cosine":
+            return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        case "linear":
+            return peak + (floor - peak) * progress
+        case "exponential":
+            return peak * schedule.min_lr_fraction**progress
+        case "inverse_sqrt":
+            start = max(1, config.warmup_steps)
+            return max(floor, peak * math.sqrt(start / (start + steps)))
+        case "step":
+            return float(max(floor, peak * schedule.step_factor ** (steps // schedule.step_every)))
+        case "wsd":
+            left = (1 - progress) / schedule.decay_fraction
+            return floor + (peak - floor) * min(1.0, left)
+        case _:
+            return peak

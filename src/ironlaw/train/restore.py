@@ -80,9 +80,7 @@ class QuantizedFiles:
     def read(self, folder: Path, model: nn.Module, states: Mapping[str, Stateful]) -> list[str]:
         if states:
             raise UserError(no_training(folder))
-        weights = {
-            name: weight if isinstance(weight, Tensor) else weight.dequantize() for name, weight in read_held(folder)
-        }
+        weights = {name: w if isinstance(w, Tensor) else w.dequantize() for name, w in read_held(folder)}
         load_unique_weights(model, weights)
         return []
 
@@ -185,9 +183,7 @@ def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> No
 def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
     """Raise UserError, before anything is written, if the base is missing or is not the one `start` was trained on."""
     if source is None:
-        raise UserError(
-            f'finetune.method = "{finetune.method}" adapts a model that is there: say which with --set model.from=DIR'
-        )
+        raise UserError(f'finetune.method = "{finetune.method}" needs a model to adapt: give --set model.from=DIR')
     check_first_weights(source, config)
     adapters_of(config, names_of(Path(source), config), finetune)
     if start is not None and base_digest(source) != start.index["base"]["sha256"]:

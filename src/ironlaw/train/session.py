@@ -30,6 +30,7 @@ from ironlaw.plan.step import plan_run
 from ironlaw.train import checkpoint
 from ironlaw.train.faults import is_out_of_memory, out_of_memory
 from ironlaw.train.history import write_event
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.objective import check_second_model
@@ -37,7 +38,7 @@ from ironlaw.train.optimizer import check_library
 from ironlaw.train.recovery import Recovery
 from ironlaw.train.restore import check_base, check_first_weights, check_resumable, check_text
 from ironlaw.train.result import Outcome
-from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked, read_lines
+from ironlaw.train.run_directory import RunDirectory, create_run, find_run, locked
 from ironlaw.train.step import Step
 from ironlaw.train.tracking import check_installed
 
@@ -130,9 +131,7 @@ def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
         now = Probe(profile.fp32_products).slowdown(profile, PROBE_SECONDS)
         plan = plan_run(config, profile, now) if now is not None else plan
     if not totals.fits(plan):
-        raise UserError(
-            "the plan does not fit this machine's memory: lower train.micro_batch; `ironlaw plan` shows what holds it"
-        )
+        raise UserError("the plan does not fit this machine's memory: lower train.micro_batch; see `ironlaw plan`")
     return plan
 
 

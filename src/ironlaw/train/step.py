@@ -31,11 +31,12 @@ from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, Store, WholeFiles
 from ironlaw.train.finetune import add_adapters, base_digest, base_fields
+from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.objective import CrossEntropy, build_objective, second_model_path
 from ironlaw.train.offload import ActivationOffload, TransferStream
-from ironlaw.train.optimizer import HostOptimizer, build_optimizer, learning_rate, set_learning_rate, trained_parameters
+from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate, trained_parameters
 from ironlaw.train.restore import load, load_first_weights
 from ironlaw.workload.sections import FROZEN
 
@@ -93,9 +94,8 @@ class Step:
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
         stream = TransferStream(device) if config.train.offload != "none" else None
-        self.optimizer = build_optimizer(
-            self.model, config.optimizer, stream=stream if config.train.offloads_optimizer else None
-        )
+        hosted = stream if config.train.offloads_optimizer else None
+        self.optimizer = build_optimizer(self.model, config.optimizer, stream=hosted)
         if stream is not None and config.train.offloads_activations:
             self.offload = ActivationOffload(self.model, device, stream, plan.offload_ahead_bytes)
             self.model.around = self.offload.around

@@ -29,9 +29,7 @@ def check_installed(config: TrackingConfig) -> None:
     """Raise UserError if the package of a configured tracker is missing."""
     for name in config.to:
         if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"tracking.to has {name!r}, which is not installed: pip install 'ironlaw[track]' or leave it out"
-            )
+            raise UserError(f"tracking.to has {name!r}, not installed: pip install 'ironlaw[track]' or leave it out")
 
 
 def _tensorboard(config: RunConfig, folder: Path, first_step: int) -> Tracker:

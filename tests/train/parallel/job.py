@@ -43,6 +43,7 @@ from ironlaw.train import loop, session
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.checkpoint import AdapterFiles, RandomState, name_of
 from ironlaw.train.checkpointer import Checkpointer
+from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -55,7 +56,6 @@ from ironlaw.train.parallel.materialize import build_on_meta, named_tensors
 from ironlaw.train.parallel.step import LayoutStep, read_first_weights
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.precision import LossScale, autocast
-from ironlaw.train.run_directory import read_lines
 from ironlaw.train.step import Step
 from ironlaw.workload.collectives import aliases_of, collectives, table_of
 from ironlaw.workload.program import step as planned_step

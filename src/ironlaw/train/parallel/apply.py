@@ -18,7 +18,7 @@ from ironlaw.config import RunConfig
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.moe import expert_layers
 from ironlaw.model.transformer import Transformer
-from ironlaw.train.parallel import compilation, experts, materialize, pipeline, tensor
+from ironlaw.train.parallel import adapted, compilation, experts, materialize, pipeline, tensor
 from ironlaw.train.parallel.partition import RankPartition
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.blocks import Policy
@@ -80,7 +80,7 @@ def apply(
     if layout.tp > 1:
         for part in transformers.values():
             if adapts:
-                tensor.shard_adapted(part, ranks.mesh["tp"], ranks.index("tp"))
+                adapted.shard_layers(part, ranks.mesh["tp"], ranks.index("tp"))
             tensor.parallelize(part, ranks.mesh["tp"], layout.sp, adapts)
 
     # Experts likewise, over the ranks that exchange rows and over tp.
@@ -150,7 +150,7 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     """
     frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
     if frozen and ranks.config.zero == 3:  # shard frozen parameters too; otherwise only trained ones
-        tensor.make_codes_parameters(part)
+        adapted.make_codes_parameters(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
     unit = partial(fully_shard, reshard_after_forward=ranks.config.zero == 3, mp_policy=policy)

@@ -137,9 +137,7 @@ srun --cpus-per-task="$SLURM_CPUS_ON_NODE" {torchrun(request, f"$head:{PORT}", "
 
 def _ssh(request: LaunchRequest) -> str:
     if len(request.hosts) != request.nodes:
-        raise UserError(
-            f"--on ssh needs the {request.nodes} hosts: add --hosts node0,node1,... ({len(request.hosts)} given)"
-        )
+        raise UserError(f"--on ssh needs {request.nodes} hosts: add --hosts node0,... ({len(request.hosts)} given)")
     first = request.hosts[0].rpartition("@")[2]
     command = f"{'; '.join(_exports().splitlines())}; cd {shlex.quote(str(Path.cwd()))} && "
     command += torchrun(request, f"{first}:{PORT}", request.name)

@@ -56,9 +56,8 @@ class ShardedFiles:
         for part in states.values():
             if isinstance(part, StepPlugin):
                 tensors = part.tensors_to_save(tensors)
-        rest = (
-            {name: part.state_dict() for name, part in states.items() if name != "optimizer"} if self.is_rank_0 else {}
-        )
+        others = {name: part for name, part in states.items() if name != "optimizer" and self.is_rank_0}
+        rest = {name: part.state_dict() for name, part in others.items()}
         return tensors, host_copy(rest)
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
@@ -188,9 +187,8 @@ class SharedAdapterFiles(ShardedFiles):
         """`whole`: the trained parameters before they are divided."""
         super().__init__(writers.writing, config)
         self.whole, self.writers = whole, writers
-        self.sends_stage = (
-            writers.index("tp") == writers.index("cp") == writers.index("dp") == 0
-        )  # sends a stage's tensors
+        # Whether this rank sends the tensors of its stage.
+        self.sends_stage = not any(map(writers.index, ("tp", "cp", "dp")))
         self.names = [parameter.name for parameter in whole]
         self.groups = grouped(whole, config)
         self.order = list(chain.from_iterable(self.groups.values()))  # parameter order of one process's optimizer

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -22,102 +21,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ironlaw.model.adapters import AdaptedLinear, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.latent import LatentAttention
 from ironlaw.model.linear import Linear, linear
 from ironlaw.model.moe import MixtureOfExperts
 from ironlaw.model.parameters import COLUMNS, ROWS, of_block
 from ironlaw.model.transformer import Attention, Block, Transformer
-from ironlaw.numerics.frozen_linear import FrozenLinear
+from ironlaw.train.parallel import adapted
 from ironlaw.train.parallel.materialize import QKV
-from ironlaw.workload.finetune import NARROWING
-
-
-def shard_adapted(part: Transformer, mesh: DeviceMesh, rank: int) -> None:
-    """Reduce the frozen matrices of the blocks that `part` has, and their adapters, to this rank's part.
-
-    They are divided as without adapters, and the adapters with them. For y = x W^T + s (x A^T) B^T:
-
-        outputs divided     A is whole, B divided by rows: every rank has a part of A's gradient
-        inputs divided      A is divided by columns, B whole: results are parts of a sum, and so is B's gradient
-
-    Divided adapters are DTensors, which FSDP, norms and checkpoints support; the frozen matrix is a plain part. In
-    checkpoints and PEFT's files adapters are whole: they are small, and any layout can read them (`store.py`).
-    """
-    for block in part.blocks:
-        for name, layer in block.named_modules():
-            if isinstance(layer, Linear):
-                if name in NARROWING:
-                    _by_inputs(layer, mesh, rank)
-                else:
-                    _by_outputs(layer, rows_of_ranks(name, layer.out_features, part.config, mesh.size()), mesh, rank)
-
-
-def rows_of_ranks(name: str, rows: int, config: ModelConfig, ranks: int) -> list[Tensor]:
-    """Return the rows of a widening matrix that each rank holds; queries, keys and values are divided by heads."""
-    sizes = config.qkv_sizes if name == "attention.qkv" else (rows,)
-    parts = [chunk.chunk(ranks) for chunk in torch.arange(rows).split(sizes)]
-    return [torch.cat([chunks[rank] for chunks in parts]) for rank in range(ranks)]
-
-
-def _by_outputs(layer: Linear, rows: list[Tensor], mesh: DeviceMesh, rank: int) -> None:
-    here, inputs = rows[rank], layer.in_features
-    _keep(layer, here, slice(0, inputs))
-    layer.out_features = len(here)
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach()[here], requires_grad=False)
-    start = 0
-    for adapter in layer.adapters.each() if isinstance(layer, AdaptedLinear) else ():
-        within = [some[(some >= adapter.start) & (some < adapter.stop)] - adapter.start for some in rows]
-        adapter.order = torch.cat(within)
-        adapter.b = _part(adapter.b, within[rank], 0, mesh)
-        if adapter.magnitude is not None:
-            adapter.magnitude = _part(adapter.magnitude, within[rank], 0, mesh)
-        adapter.start, start = start, start + len(within[rank])
-        adapter.stop = start
-
-
-def _by_inputs(layer: Linear, mesh: DeviceMesh, rank: int) -> None:
-    """Divide a layer by inputs. Only the first rank adds the bias."""
-    width = layer.in_features // mesh.size()
-    columns = slice(rank * width, (rank + 1) * width)
-    _keep(layer, None, columns)
-    layer.in_features = width
-    if layer.bias is not None:
-        layer.bias = nn.Parameter(layer.bias.detach() * (rank == 0), requires_grad=False)
-    group = mesh.get_group()
-
-    def whole_lengths(lengths: Tensor) -> Tensor:
-        squares = lengths.square()
-        dist.all_reduce(squares, group=group)
-        return squares.sqrt()
-
-    for adapter in layer.adapters.each() if isinstance(layer, AdaptedLinear) else ():
-        adapter.a = _part(adapter.a, torch.arange(columns.start, columns.stop), 1, mesh)
-        adapter.whole_lengths = whole_lengths
-
-
-def _keep(layer: Linear, rows: Tensor | None, columns: slice) -> None:
-    if isinstance(layer, FrozenLinear):
-        layer.shard(rows, columns)
-        return
-    weight = layer.weight.detach()[:, columns]
-    layer.weight = nn.Parameter(weight.clone() if rows is None else weight[rows], requires_grad=False)
-
-
-def _part(tensor: Tensor, chosen: Tensor, dimension: int, mesh: DeviceMesh) -> nn.Parameter:
-    local = tensor.detach().index_select(dimension, chosen)
-    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False))
-
-
-def make_codes_parameters(part: nn.Module) -> None:
-    """Turn codes into parameters, which FSDP divides."""
-    for layer in part.modules():
-        for name in ("codes", "scale_codes") if isinstance(layer, FrozenLinear) else ():
-            codes = layer._buffers.pop(name)
-            assert codes is not None
-            layer.register_parameter(name, nn.Parameter(codes.contiguous(), requires_grad=False))
 
 
 class SplitProjection(nn.Module):
@@ -152,7 +63,7 @@ def split_projections(model: Transformer) -> None:
 def parallelize(model: Transformer, mesh: DeviceMesh, sequence_parallel: bool, adapts: bool = False) -> None:
     """Divide the parts that `model` has (a pipeline stage has only some) over `mesh`.
 
-    `adapts`: the matrices of its blocks are frozen, and already divided (`shard_adapted`).
+    `adapts`: the matrices of its blocks are frozen, and already divided (`adapted.py`).
     """
     stream = Shard(1) if sequence_parallel else Replicate()
     tied = model.is_tied  # which the division ends: each weight gets its own
@@ -247,9 +158,8 @@ class ShardedLinearParallel(ParallelStyle):
 
 
 def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.Parameter]:
-    """Return whole parameters of whose gradients a rank computes a part, which are summed over tp: those that see only
-    its heads or positions, and the undivided matrices of adapters."""
-    found: list[nn.Parameter | None] = []
+    """Return whole parameters that see only the rank's heads or positions; their gradients are summed over tp."""
+    found: list[nn.Parameter] = []
     for block in blocks_of(model):
         attention = block.attention
         if isinstance(attention, LatentAttention):
@@ -269,7 +179,5 @@ def partial_parameters(model: Transformer, sequence_parallel: bool) -> list[nn.P
         found += model.final_norm.parameters()
     if sequence_parallel and model.embedding is not None:
         found += [p for part in (model.positions, model.embedding_norm) if part is not None for p in part.parameters()]
-    for name, layer in adapted_layers(model).items():
-        for adapter in layer.adapters.each():
-            found += [adapter.b, adapter.magnitude] if name.endswith(NARROWING) else [adapter.a]
-    return [parameter for parameter in found if isinstance(parameter, nn.Parameter) and parameter.requires_grad]
+    found += adapted.partial_parameters(model)
+    return [parameter for parameter in found if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad]

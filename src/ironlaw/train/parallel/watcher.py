@@ -165,9 +165,7 @@ def format_report(notes: Sequence[Note], now_seconds: float) -> str:
     for note in notes:
         if note.blocked and note not in culprits:
             places.setdefault(f"{_format_operation(note)}, step {note.step}", []).append(note.rank)
-    others = [
-        f"{_format_ranks(ranks)} wait{'' if len(ranks) > 1 else 's'} in {place}" for place, ranks in places.items()
-    ]
+    others = [f"{_format_ranks(r)} wait{'' if len(r) > 1 else 's'} in {place}" for place, r in places.items()]
     if not culprits:
         others.append("all have called it: look at the network between them")
     return f"nothing has moved for {waited:.0f} s: {'; '.join(parts + others)}"
