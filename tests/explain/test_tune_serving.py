@@ -8,7 +8,8 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.explain.remedy import Effect
-from ironlaw.explain.tune import Measured, Tuned, candidates, tune_serving
+from ironlaw.explain.tune import Measured, Tuned
+from ironlaw.explain.tune_serving import candidates, tune_serving
 
 BASE = {"weights": "fp32", "threads": 1, "block": 16, "token_budget": 512}
 

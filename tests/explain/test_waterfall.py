@@ -9,7 +9,8 @@ import pytest
 from synthetic import make_run, write_run
 
 from ironlaw.config import RunConfig
-from ironlaw.explain.explanation import energy_use, explain_run
+from ironlaw.explain.energy import energy_use
+from ironlaw.explain.explanation import explain_run
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.waterfall import roofline, waterfall
 from ironlaw.ledger import Estimate, Ledger, Origin

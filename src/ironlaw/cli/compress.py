@@ -95,15 +95,15 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
         raise UserError(f"--out {out}: a sweep writes one page, give it a name such as sweep.html")
 
     from ironlaw.cli.tune import parse_budget
-    from ironlaw.report.catalog_view import SWEEP_FOOTER, sweep_view
     from ironlaw.report.page import write
+    from ironlaw.report.sweep_view import FOOTER, sweep_view
     from ironlaw.train.sweep import sweep_formats
 
     found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)
     view = sweep_view(found)
     answer(json, found, lambda _: view)
     if out is not None:
-        write(out, view, f"Formats of {found['source']}", SWEEP_FOOTER)
+        write(out, view, f"Formats of {found['source']}", FOOTER)
         messages().print(f"drawn in {out}")
     if found.get("interrupted"):
         raise KeyboardInterrupt

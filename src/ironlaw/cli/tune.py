@@ -94,7 +94,8 @@ def _tune_serving(
     path: Path, at_once: int, input: int, tokens: int, data: str | None, seconds: float, set_: list[str], exact: bool,
     keep: Callable[[Tuned], None], say: Callable[[str], None],
 ) -> Tuned:  # fmt: skip
-    from ironlaw.explain.tune import Measured, candidates, tune_serving
+    from ironlaw.explain.tune import Measured
+    from ironlaw.explain.tune_serving import candidates, tune_serving
     from ironlaw.serve.config import serve_config
     from ironlaw.serve.trials import Load, read_prompts, resolve_settings
 

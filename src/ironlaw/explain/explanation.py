@@ -8,28 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from ironlaw import units
-from ironlaw.catalog.accelerators import accelerator, catalogued, cpu_power
-from ironlaw.catalog.money import grid
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError, shortened
 from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.energy import energy_use
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
+from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
 from ironlaw.explain.remedy import Remedy, RemedyKind
 from ironlaw.explain.waterfall import roofline, waterfall
 from ironlaw.files import read_json_lines, read_text
-from ironlaw.ledger import Ledger, Phase, relative_error
+from ironlaw.ledger import Ledger, relative_error
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.plan.budget import JOULES_PER_KWH
 
 SCHEMA_VERSION = 1
 NUMBERS = ("loss", "train_loss", "validation_loss", "lr", "grad_norm", "tokens")  # of a step, and all seconds
 NOT_PLANNED = "No remedy was planned"
 # What Ironlaw holds itself to, and reports when it falls short.
 STEP_TIME_LIMIT, PEAK_MEMORY_LIMIT, UNATTRIBUTED_LIMIT = 0.10, 0.05, 0.05
-GRID = "world"
-MIN_POWER_SHARE = 0.5  # of a board's power limit: a training step that waits a lot still draws about half of it
 
 
 @dataclass(frozen=True)
@@ -258,95 +255,3 @@ def _is_number(value: Any) -> bool:
 def _row(totals: dict[str, GapRow], name: str) -> dict[str, Any]:
     row = totals.get(name, GapRow(name, None, None)).to_json()
     return {key: value for key, value in row.items() if key != "name"}
-
-
-def ranks_document(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """Returns figures of a mean rank and step; None for a run of one process. What was not measured is None."""
-    by_rank = run.facts.get("by_rank")
-    if not by_rank:
-        return None
-    stages = plan.facts.get("stages", [])
-    return {
-        "ranks": len(by_rank),
-        "layout": plan.facts.get("layout"),
-        "communication": _communication(plan, run, by_rank),
-        "spread": run.facts.get("spread", []),
-        "memory": [_memory(stage, by_rank) for stage in stages],
-        "by_rank": by_rank,
-    }
-
-
-def _communication(plan: Ledger, run: Ledger, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    planned = {line.operation: line for line in plan.select(phase=Phase.COMMUNICATION)}
-    found = {line.operation: line for line in run.select(phase=Phase.COMMUNICATION)}
-    rows = []
-    for name in sorted({*planned, *found}):
-        there, here = planned.get(name), found.get(name)
-        takes = [t["seconds"] for one in by_rank for t in one["communication"]
-                 if f"{t['dimension']} {t['kind']}" == name]  # fmt: skip
-        known = [seconds for seconds in takes if seconds is not None]
-        seconds = sum(known) / len(by_rank) if known and len(known) == len(takes) else None
-        exposed = here.seconds if here else None
-        rows.append({
-            "name": name, "planned_bytes": there.bytes_moved if there else None,
-            "bytes": here.bytes_moved if here else None, "count": here.count if here else None,
-            "planned_exposed_seconds": there.seconds if there else None, "exposed_seconds": exposed,
-            "seconds": seconds,
-            "hidden_seconds": None if seconds is None or exposed is None else max(0.0, seconds - exposed),
-        })  # fmt: skip
-    return rows
-
-
-def _memory(stage: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    held = [one["peak_bytes"] for one in by_rank
-            if one["position"] == stage["position"] and one["peak_bytes"] is not None]  # fmt: skip
-    most = max(held, default=None)
-    return {
-        "position": stage["position"], "planned": stage["peak_bytes"], "measured": most,
-        "error": relative_error(most, stage["peak_bytes"]),
-    }  # fmt: skip
-
-
-def energy_use(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """Returns joules, kWh and kg of CO2 of the whole command; `measured` says which kind of number it is.
-
-    An estimate is a range: what a core draws is only known between bounds. None when nothing is known of the power.
-    """
-    total = run.totals.get("total_seconds")
-    measured = run.totals.get("energy_joules")
-    intensity = grid(GRID)
-    if measured is not None:
-        joules, low, high, basis = measured.value, None, None, measured.basis
-    else:
-        power = _watts(run)
-        if power is None or total is None:
-            return None
-        low, high = power[0] * total.value, power[1] * total.value
-        joules, basis = (low * high) ** 0.5, f"estimated: {power[2]}"
-    kg_per_kwh = float(intensity.kg_co2_per_kwh.value)
-    return {
-        "joules": joules, "interval": [low, high] if low is not None else None, "kwh": joules / JOULES_PER_KWH,
-        "co2_kg": joules / JOULES_PER_KWH * kg_per_kwh, "measured": measured is not None, "basis": basis,
-        "co2_basis": f"{kg_per_kwh * 1e3:.0f} g/kWh, the {GRID} average of {intensity.year}; "
-                     f"{'processor' if run.facts.get('device') == 'cpu' else 'accelerator'} only, no cooling",
-    }  # fmt: skip
-
-
-def _watts(run: Ledger) -> tuple[float, float, str] | None:
-    """Returns (low, high, source) of the watts the run drew, if only its hardware is known."""
-    name = str(run.facts.get("machine"))
-    if run.facts.get("device") == "cpu":
-        power = cpu_power(name)
-        if power is None:
-            return None
-        threads = int(run.facts.get("threads") or 1)
-        words = f"{threads} cores of {power.family}, {power.low} to {power.high} W each ({power.source})"
-        return threads * float(power.low), threads * float(power.high), words
-    try:
-        board = accelerator(catalogued(name))
-    except UserError:
-        return None
-    if board.tdp_watts is None:
-        return None
-    limit = float(board.tdp_watts.value)
-    return MIN_POWER_SHARE * limit, limit, f"a board of {board.name}, {MIN_POWER_SHARE * limit:.0f} to {limit:.0f} W"

@@ -6,15 +6,14 @@
 
 A trial is a short run. It counts as a gain only when it beats both of the control runs that enclose it by more than
 those two, which are the same config, differ from each other: an A/B/A test, so that a machine that drifts is not
-taken for a remedy. A server is tuned by settings tried one by one on a measured load; what rounds otherwise (the
-formats of weights and cache) must also leave the loss of held-out text, computed through the engine, where it was.
+taken for a remedy.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,13 @@ from ironlaw.errors import UserError
 from ironlaw.explain import grades
 from ironlaw.explain.explanation import read_metrics
 from ironlaw.explain.remedies import find_remedies, situation, with_settings
-from ironlaw.explain.remedy import EFFECTS, Effect, Remedy, Settings
+from ironlaw.explain.remedy import EFFECTS, Effect, Remedy
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.train.session import run_training
 
 MIN_STEPS, MAX_STEPS = 12, 200
-MIN_COMPOSED = 0.02  # gain of each of several remedies that are tried together
 TRIAL_SECONDS = 8.0  # of steps: long enough for ten blocks of neighbouring steps
 MIN_NOISE = 0.04  # of the time per token: medians of short runs on shared cores differ by 1 to 2%
 INTERRUPTED = "interrupted"
@@ -237,6 +235,9 @@ def _combined_remedies(config: RunConfig, profile: Profile, exact: bool) -> Reme
     )  # fmt: skip
 
 
+MIN_COMPOSED = 0.02
+
+
 def _next_remedy(config: RunConfig, profile: Profile, tried: set[tuple[Any, ...]], exact: bool) -> Remedy | None:
     """Returns the allowed remedy with the largest planned gain that was not tried."""
     try:
@@ -308,35 +309,3 @@ def _median_step(out: Path) -> float:
     """Returns the median of the quicker half: other load on the machine only adds."""
     seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
     return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))
-
-
-def candidates(cores: int, at_once: int, context: int, formats: Sequence[str] = (), exact: bool = False,
-               speculates: bool = True) -> list[Change]:  # fmt: skip
-    """Returns changes that may pay, the most promising first. `speculates`: the prompts are text, not random tokens."""
-    found = [Change("weights", {"weights": form}, Effect.ROUNDING) for form in formats]
-    found += [Change("threads", {"threads": n}) for n in sorted({1, cores})]
-    if speculates:
-        found += [Change("speculation", {"speculation": "ngram", "drafted": n}) for n in (3, 6)]
-    found += [Change("budget", {"token_budget": n}) for n in (128, 256, 1024, 2048) if n < 2 * context * at_once]
-    found += [Change("block", {"block": n}) for n in (8, 32, 64)]
-    found += [Change("batch", {"batch": n}) for n in (at_once // 4, at_once // 2) if n]
-    found += [Change("cache", {"kv": form}, Effect.ROUNDING) for form in ("bf16", "int8")]
-    return [one for one in found if not (exact and one.effect > Effect.NONE)]
-
-
-def tune_serving(
-    tried: Sequence[Change], measure: Measure, base: Settings, given: Settings, *, budget_seconds: float,
-    say: Say = lambda message: None, clock: Callable[[], float] = time.monotonic,
-    keep: Callable[[Tuned], None] = lambda result: None,
-) -> Tuned:  # fmt: skip
-    """Try candidates in turn, as `search`; `given`: fixed settings; `base`: those and all others, unchanged."""
-    left = iter(one for one in tried if not one.settings.keys() & given.keys())
-
-    def next_change(result: Tuned) -> Change | None:
-        return next((one for one in left if not one.settings.items() <= (base | result.config).items()), None)
-
-    return search(
-        given, next_change, measure, lambda config, settings: config | settings,
-        lambda start: f"{1 / start.seconds_per_token:,.0f} output tokens/s", budget_seconds=budget_seconds, say=say,
-        clock=clock, keep=keep,
-    )  # fmt: skip

@@ -1,17 +1,12 @@
-"""Views of the catalogue and number formats with their sources, of a compression, of a sweep of formats (the frontier
-of loss against bytes and speed), and of the installation."""
+"""Views of the catalogue and number formats with their sources, of a compression, and of the installation."""
 
 from __future__ import annotations
 
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from ironlaw import units
-from ironlaw.report.document import Cell, Chart, Document, NameList, Print, bad, dim, good
-from ironlaw.report.svg import Series, line_chart
+from ironlaw.report.document import Cell, Document, NameList, Print, bad, dim, good
 
 # Ending of a figure's key -> how its value is printed.
 _PRINT: tuple[tuple[str, Print], ...] = (
@@ -20,10 +15,6 @@ _PRINT: tuple[tuple[str, Print], ...] = (
     ("per_kwh", lambda v: f"{v:g} kg CO2/kWh"),
 )  # fmt: skip
 REFERENCE_PARAMETERS = 8e9  # size of the model whose bytes the table of formats gives as an example
-SWEEP_AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
-SWEEP_COLUMNS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
-Point = Mapping[str, Any]
-SWEEP_FOOTER = "Made by `ironlaw compress --sweep`."
 
 
 def names_view(names: Mapping[str, Sequence[str]]) -> Document:
@@ -167,78 +158,3 @@ def checkup_view(found: Mapping[str, Any]) -> Document:
     if not found["problems"]:
         view.text(good("Everything that Ironlaw needs is here."))
     return view
-
-
-def sweep_view(found: Mapping[str, Any]) -> Document:
-    view, points = Document(), found["points"]
-    view.title(f"Formats of {found['source']}")
-    rows = [
-        [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
-        for cells, point in zip(_sweep_rows(points), points, strict=True)
-    ]
-    view.table(SWEEP_COLUMNS, rows)
-    page = view.fold()
-    for axis, name in SWEEP_AXES.items():
-        page.heading(f"Loss (upwards) against {name} (to the right)")
-        page.add(Chart(_sweep_chart(points, axis)))
-    for text in _sweep_notes(found):
-        view.text(text, indent=2, role="dim")
-    return view
-
-
-def _sweep_rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    whole = points[0]
-    return [
-        (
-            f"{letter} {'*' if point['frontier'] else ' '}", point["name"], units.bytes_(point["bytes"]),
-            f"{point['loss']:.4f}" if point is whole else f"{point['loss'] - whole['loss']:+.4f}",
-            f"{point['tokens_per_second']:.1f}", f"{1e-9 * _read(point):.1f} GB/s",
-            ", ".join(point["kernels"]) or ("" if point is whole else "none: dequantised"),
-        )
-        for letter, point in zip(string.ascii_letters, points, strict=False)
-    ]  # fmt: skip
-
-
-def _read(point: Point) -> float:
-    return float(point["tokens_per_second"] * point["bytes_read"])
-
-
-def _sweep_notes(found: Mapping[str, Any]) -> list[str]:
-    notes = [
-        "*: nothing else is smaller, faster and better at once. Read: weights a second while one sequence is decoded. "
-        f"Loss of {found['held_out_tokens']:,} held-out tokens, by the kernels that decode."
-    ]
-    rate = found["read_bytes_per_second"]
-    if rate is not None:
-        notes.append(
-            f"This machine copies {1e-9 * rate:.1f} GB/s (ironlaw measure): decoding reads no faster, but from caches."
-        )
-    if found.get("interrupted"):
-        notes.append("Interrupted: the other formats were not tried.")
-    if found["left_out"]:
-        notes.append(f"Not tried within the budget: {'; '.join(found['left_out'])}.")
-    return notes
-
-
-def _frontier(points: Sequence[Point], axis: str) -> list[Point]:
-    """Return the points that are best in loss and this axis (the Pareto frontier), in the order of the axis."""
-    sign = 1 if axis == "bytes" else -1
-    kept: list[Point] = []
-    for point in sorted(points, key=lambda p: (sign * p[axis], p["loss"])):
-        if not kept or point["loss"] < kept[-1]["loss"]:
-            kept.append(point)
-    return sorted(kept, key=lambda p: float(p[axis]))
-
-
-def _sweep_chart(points: Sequence[Point], axis: str) -> Markup:
-    scale, unit = 1.0, SWEEP_AXES[axis]
-    if axis == "bytes":
-        scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
-    best = _frontier(points, axis)
-    series = [
-        Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
-        for letter, p in zip(string.ascii_letters, points, strict=False)
-    ]
-    series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
-    described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
-    return line_chart(f"Loss against {SWEEP_AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ironlaw.explain.explanation import ranks_document
+from ironlaw.explain.ranks import ranks_document
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.observe.partition import StepClock
 from ironlaw.train.parallel.observer import OTHER, RankObserver, merge
