@@ -194,13 +194,13 @@ def test_a_line_that_takes_more_in_every_step_makes_steps_grow(grows: bool) -> N
     growth, seconds = StepGrowth(), []  # of an idle machine; lines are sampled on this one
     for number in range(1, 17):
         last = 2e-4 * number**2 if grows else 0.02
-        time.sleep(0.005)
+        time.sleep(0.02)
         time.sleep(last)  # HERE
-        seconds.append(0.005 + last)
+        seconds.append(0.02 + last)
         growth.step_ended(number, may_look=True)
     growth.end()
     found = growth.facts(seconds)
     assert (found is not None) is grows
     if found is not None:
         file, _, number = found["place"].rpartition(":")
-        assert "# HERE" in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1] and found["part"] > 0.5
+        assert "# HERE" in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1] and found["part"] > 0.3
