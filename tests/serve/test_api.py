@@ -343,11 +343,13 @@ def test_half_a_request_is_not_waited_for_without_end(served: tuple[str, Engine]
         assert client.recv(2**16).startswith(b"HTTP/1.1 408")
 
 
-def test_pages_of_a_client_that_is_killed_are_free_again(served: tuple[str, Engine]) -> None:
+def test_pages_of_a_client_that_is_killed_are_free_again(
+    served: tuple[str, Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     url, engine = served
     host, port = url.removeprefix("http://").split(":")
     for streams in (True, False):
-        body = json.dumps({"prompt": "def", "stream": streams} | LONG | {"max_tokens": 240}).encode()
+        body = json.dumps({"prompt": "def", "stream": streams, "n": 8} | LONG | {"max_tokens": 240}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         clients = []
         for _ in range(8):
@@ -360,6 +362,7 @@ def test_pages_of_a_client_that_is_killed_are_free_again(served: tuple[str, Engi
             client.close()
         wait_until(lambda: engine.running == 0 and engine.waiting == 0 and engine.blocks.used == 0)
     assert any(request.finish == "cancelled" for request in engine.finished)
+    assert not [record for record in caplog.records if record.name == "asyncio"]  # of writes to nobody
 
 
 def test_what_is_too_much_is_refused_and_nothing_is_lost(directory: Path) -> None:

@@ -159,7 +159,7 @@ class Switches(Section):
     attention_scale: float | None = Field(None, gt=0)  # factor on the scores, replaces 1 / sqrt(head size) (Granite)
 
     @model_validator(mode="after")
-    def _one_block(self) -> Self:
+    def _switches_agree(self) -> Self:
         if self.parallel_norms and self.norm_place != "pre":
             raise ValueError(f"parallel_norms = {self.parallel_norms} goes with norm_place = 'pre'")
         if not self.norm_weight and self.norm_place != "pre":
@@ -168,10 +168,6 @@ class Switches(Section):
             raise ValueError("logit_scale goes without head_bias: it scales what the output layer reads")
         if self.embedding_norm and not self.norm_weight:
             raise ValueError("embedding_norm needs norms with parameters: norm_weight = true")
-        return self
-
-    @model_validator(mode="after")
-    def _some_layers(self) -> Self:
         if self.sliding_window is None and (self.full_every or self.full_first or self.rope_theta_local):
             raise ValueError("full_every, full_first and rope_theta_local need a sliding_window")
         if self.full_offset >= (self.full_every or 1) and self.full_offset:

@@ -23,6 +23,7 @@ from ironlaw.model.huggingface.families import FAMILIES
 from ironlaw.model.huggingface.tensors import to_theirs
 from ironlaw.model.huggingface.weights import check_range
 from ironlaw.model.rotary import llama3_frequencies
+from ironlaw.schema import refuse
 
 # Hugging Face's `model_type` -> the package's name of llama.cpp's architecture.
 ARCHITECTURES = {
@@ -44,16 +45,24 @@ def check_gguf(config: ModelConfig) -> str:
         import gguf  # noqa: F401
     except ImportError:
         raise UserError("--to gguf needs the package gguf: pip install 'ironlaw[gguf]'") from None
-    kind = _family(config)
-    if kind not in ARCHITECTURES or config.size_of_rotary != config.size_of_head:
-        raise UserError(f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}: use --to hf")
-    if config.sliding_window is not None and config.sliding_window < config.context:
-        raise UserError(f"llama.cpp's {kind} has no sliding window: set model.context to {config.sliding_window}")
-    if not config.gated_ffn and config.activation != "gelu_tanh":
-        raise UserError(f"llama.cpp's {kind} computes gelu_tanh, this model {config.activation}: use --to hf")
-    if config.rope_scaling and not _is_linear(config) and "low_freq_factor" not in config.rope_scaling:
-        raise UserError("--to gguf writes positions scaled linearly or as Llama 3.1's: use --to hf")
-    return ARCHITECTURES[kind]
+    kind, scaling = _family(config), config.rope_scaling if not _is_linear(config) else None
+    architecture = ARCHITECTURES.get(kind, "")
+    biased = config.has_qkv_bias and config.has_out_bias and config.has_ffn_bias
+    refuse((
+        (not architecture or config.size_of_rotary != config.size_of_head,
+         f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}: use --to hf"),
+        (config.sliding_window is not None and config.sliding_window < config.context,
+         f"llama.cpp's {kind} has no sliding window: set model.context to {config.sliding_window}"),
+        (not config.gated_ffn and config.activation != "gelu_tanh",
+         f"llama.cpp's {kind} computes gelu_tanh, this model {config.activation}: use --to hf"),
+        (architecture == "STARCODER2" and not biased,
+         "llama.cpp's starcoder2 has biases in all linear layers, this model not: use --to hf"),
+        (architecture not in ("LLAMA", "QWEN3") and config.query_size != config.hidden,
+         f"llama.cpp's {kind} has heads as wide together as the model: use --to hf"),
+        (scaling and (architecture != "LLAMA" or "low_freq_factor" not in scaling),
+         "--to gguf writes positions scaled linearly, or as Llama 3.1's in a Llama: use --to hf"),
+    ))  # fmt: skip
+    return architecture
 
 
 def write_gguf(

@@ -71,17 +71,14 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Returns the numbers in fp32, in the original shape."""
-        values = self._decoded()
+        values = decode(self.each_code(), self.format.element)
         if self.block is not None:
             values = joined(in_blocks(values, self.block) * self.scale()[:, None, :, None])
         return self._cut(values)
 
     def values(self) -> Tensor:
         """Returns the decoded codes without scales; fp32, in the tensor's shape."""
-        return self._cut(self._decoded())
-
-    def _decoded(self) -> Tensor:
-        return decode(self.each_code(), self.format.element)
+        return self._cut(decode(self.each_code(), self.format.element))
 
     def each_code(self) -> Tensor:
         """Returns the unpacked codes (rows, codes of a row); pruned weights have the code of 0."""
@@ -190,7 +187,11 @@ def _round_blocks(
     """Returns rounded numbers / scale (row blocks, rows, column blocks, columns), and scales as in `block_scales`."""
     blocks = in_blocks(matrix, block)
     scale, scale_codes, tensor_scale = block_scales(blocks, format, largest=largest)
-    scaled = _scaled(blocks, scale, tensor_scale) * headroom
+    if tensor_scale is None:
+        scaled = blocks / scale[:, None, :, None]
+    else:  # a product of reciprocals, as in NVIDIA's kernels
+        scaled = blocks * ((1.0 / tensor_scale) / scale)[:, None, :, None]
+    scaled = scaled * headroom
     if bool(scale.isnan().any()):  # codes of a block with a NaN scale have no meaning
         scaled = torch.where(scale.isnan()[:, None, :, None], 0.0, scaled)
     return round_to(scaled, format.element, generator), scale, scale_codes, tensor_scale
@@ -240,13 +241,6 @@ def block_scales(
 def scaled_up(scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
     """Returns the factor of the codes: the block scale times the tensor's scale."""
     return scale if tensor_scale is None else scale * tensor_scale
-
-
-def _scaled(blocks: Tensor, scale: Tensor, tensor_scale: Tensor | None) -> Tensor:
-    """Divides numbers by their scale; two scales are applied as a product of reciprocals, as in NVIDIA's kernels."""
-    if tensor_scale is None:
-        return blocks / scale[:, None, :, None]
-    return blocks * ((1.0 / tensor_scale) / scale)[:, None, :, None]
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import hmac
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -175,9 +175,6 @@ class Server:
         if (body.stops or asked) and self.text is None:
             raise UserError("this model has no tokenizer: stop strings and forms of answers need one")
         state = None if asked is None else State(compile_grammar(*asked), self._token_table)
-        for token in (*(body.logit_bias or {}), *body.stop_token_ids):
-            if not 0 <= token < self.engine.model_config.vocab:
-                raise UserError(f"token {token} is not in the vocabulary of {self.engine.model_config.vocab}")
         job = Job()
         for prompt in prompts:
             sampling = body.sampling(self._length(prompt, form.max_tokens), form.logprobs)
@@ -214,17 +211,22 @@ class Server:
         return token_table(self.text.file, self.engine.served.end_tokens, self.engine.model_config.vocab)
 
     async def _stream(self, job: Job, form: AnswerFormat) -> AsyncIterator[str]:
+        """Yield events, all that are ready at once: only between writes does the loop see that a client has left."""
+        text = _events(form.begin(job.requests))
         try:
-            for chunk in form.begin(job.requests):
-                yield _event(chunk)
-            async for piece in job.pieces():
-                for chunk in form.chunks(piece):
-                    yield _event(chunk)
-            for chunk in form.end(job.requests):
-                yield _event(chunk)
-            yield "data: [DONE]\n\n"
-        except HTTPException as failure:
-            yield _event({"error": _error(failure.detail, failure.status_code)})
+            if text:
+                yield text
+                text = ""
+            try:
+                async for piece in job.pieces():
+                    text += _events(form.chunks(piece))
+                    if text and job.queue.empty():
+                        yield text
+                        text = ""
+                text += _events(form.end(job.requests)) + "data: [DONE]\n\n"
+            except HTTPException as failure:
+                text += _events([{"error": _error(failure.detail, failure.status_code)}])
+            yield text
         finally:  # also if the client disconnects
             self._cancel(job)
 
@@ -317,8 +319,8 @@ async def _disconnected(http: HttpRequest) -> None:
         pass
 
 
-def _event(document: dict[str, Any]) -> str:
-    return f"data: {json.dumps(document, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _events(documents: Iterable[dict[str, Any]]) -> str:
+    return "".join(f"data: {json.dumps(d, ensure_ascii=False, separators=(',', ':'))}\n\n" for d in documents)
 
 
 def _error(message: str, status: int) -> dict[str, Any]:

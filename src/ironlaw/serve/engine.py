@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ironlaw.errors import UserError
+from ironlaw.schema import refuse
 from ironlaw.serve.blocks import Blocks, layer_groups
 from ironlaw.serve.config import ServeConfig
 from ironlaw.serve.constrain import allowed_tokens
@@ -109,22 +110,22 @@ class Engine:
     def running(self) -> int:
         return len(self.scheduler.running)
 
-    def check(self, prompt: Sequence[int]) -> None:
-        """Raise UserError if a prompt can never run."""
-        if not prompt:
-            raise UserError("the prompt has no tokens: send some text")
-        if len(prompt) > self.longest_prompt:
-            raise UserError(
-                f"the prompt has {len(prompt)} tokens, this server takes {self.longest_prompt}: send a shorter one"
-            )
-        worst = next((t for t in prompt if not 0 <= t < self.model_config.vocab), None)
-        if worst is not None:
-            raise UserError(f"token {worst} is not in the vocabulary of {self.model_config.vocab}")
+    def check(self, request: Request) -> None:
+        """Raise UserError if a request can never run."""
+        prompt, sampling, vocab = request.prompt, request.sampling, self.model_config.vocab
+        named = (*prompt, *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
+        unknown = next((token for token in named if not 0 <= token < vocab), None)
+        refuse((
+            (not prompt, "the prompt has no tokens: send some text"),
+            (len(prompt) > self.longest_prompt,
+             f"the prompt has {len(prompt)} tokens, this server takes {self.longest_prompt}: send a shorter one"),
+            (unknown is not None, f"token {unknown} is not in the vocabulary of {vocab}"),
+        ))  # fmt: skip
 
     def submit(self, *requests: Request) -> None:
         """Queue all requests or none. Raises Busy, Draining, or UserError."""
         for request in requests:
-            self.check(request.prompt)
+            self.check(request)
         with self._wake:
             if self.is_draining or self.failure:
                 raise Draining(self.failure or "the server is shutting down")

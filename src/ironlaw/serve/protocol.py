@@ -159,11 +159,8 @@ class CompletionRequest(RequestBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[int(token) for token in self.prompt if isinstance(token, int)]]
-        return [p if isinstance(p, str) else list(p) for p in self.prompt if not isinstance(p, int)]
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class ContentPart(BaseModel):

@@ -358,6 +358,15 @@ def test_a_command_that_its_engine_would_refuse_is_not_written(target: str, chan
         emit_serving(target, replace(served(engine=target), **change), parse_request("input=10 output=10"))
 
 
+def test_copies_of_attention_and_of_the_model_in_sglangs_words() -> None:
+    """The `--dp` of its older `--enable-dp-attention`, which counted either, is deprecated (0.5.23)."""
+    layout, model = ServingLayout(attention_dp=2, replicas=3), ModelConfig.named("mixtral-8x7b")
+    both = replace(served(engine="sglang"), model=model, layout=layout)
+    line = emit_serving("sglang", both, parse_request("input=10 output=10"))
+    assert "--tp 2 --attn-dp-size 2 --ep-size 2 --dp 3" in line
+    assert not any("copies" in note for note in emit_notes("sglang", both))
+
+
 def test_a_command_leaves_to_the_engine_what_it_decides() -> None:
     """vLLM reads a checkpoint's own format, and its kernel depends on the device. llama.cpp has 256 slots at most."""
     request = parse_request("input=10 output=10 concurrency=900")

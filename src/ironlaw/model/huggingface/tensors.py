@@ -104,11 +104,18 @@ def to_theirs(
     return there
 
 
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes by name of the tensors in `model/parameters.py`, and of the routers' biases."""
+    found = {parameter.name: parameter.shape for parameter in model_parameters(config)}
+    if config.moe is None or config.moe.balance != "bias":
+        return found
+    layers = filter(config.moe.in_layer, range(config.layers))
+    return found | {f"blocks.{layer}.ffn.router.bias": (config.moe.experts,) for layer in layers}
+
+
 def entries(config: ModelConfig, names: Names) -> Iterator[Entry]:
-    """Return the entries of the tensors in `model/parameters.py`, and of the routers' biases."""
-    there = {parameter.name for parameter in model_parameters(config)}
-    if config.moe is not None and config.moe.balance == "bias":
-        there |= {f"blocks.{layer}.ffn.router.bias" for layer in range(config.layers) if config.moe.in_layer(layer)}
+    """Return the entries of `shapes_of`."""
+    there = shapes_of(config)
     first = (
         *_both("embedding", names.embedding),
         *_both("positions", names.positions, skipped=names.positions_skipped),

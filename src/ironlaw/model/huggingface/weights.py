@@ -19,7 +19,7 @@ from ironlaw.errors import UserError
 from ironlaw.files import read_json, read_json_or_empty, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
-from ironlaw.model.huggingface.tensors import entries, to_theirs
+from ironlaw.model.huggingface.tensors import entries, shapes_of, to_theirs
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"BF16": torch.bfloat16, "F16": torch.float16}  # others are read as fp32
@@ -43,7 +43,8 @@ class _Files:
             for path in [folder / SINGLE] if single else _shards(folder):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 for name in sorted(self.files.keys() & file.keys()):
-                    if not _equal(self.files[name].get_tensor(name), file.get_tensor(name)):
+                    one, other = self.files[name].get_tensor(name), file.get_tensor(name)
+                    if one.dtype != other.dtype or not torch.equal(one, other):
                         raise ValueError(f"{name} is there twice, with different numbers")
                 self.files |= dict.fromkeys(file.keys(), file)
         except FileNotFoundError:
@@ -90,10 +91,6 @@ def check_range(name: str, held: Tensor, dtype: str) -> None:
         raise UserError(f"{name} has numbers too large for {dtype}, or not finite: export it with --dtype bf16 or fp32")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
-
-
 def _shards(folder: Path) -> list[Path]:
     """Return the files named by an index, which must be in its own directory."""
     found = read_json(folder / SHARDED).get("weight_map")
@@ -115,8 +112,6 @@ def stored_type(folder: Path) -> torch.dtype:
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raise UserError if the files in `folder` are not weights of `config`. Only their headers are read."""
-    from ironlaw.model.transformer import Transformer
-
     held = read_json_or_empty(folder / "config.json").get("quantization_config")
     if held:
         method = held.get("quant_method") if isinstance(held, dict) else held
@@ -125,8 +120,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
         raise UserError(
             f"{folder} holds an adapter beside the weights: merge it, or start from it (finetune.start_from)"
         )
-    with torch.device("meta"):
-        wanted = {name: tuple(tensor.shape) for name, tensor in Transformer(config).state_dict().items()}
+    wanted = shapes_of(config)
     with ExitStack() as stack:
         files = _Files(folder, stack)
         known: set[str] = set()

@@ -71,7 +71,8 @@ def emit_notes(target: str, served: Served) -> list[str]:
     stored, notes, name = served.formats.weights, [str(served.layout)], repository(served.model.name)
     if target == "tensorrt-llm" and served.formats.cache == "fp8":
         notes.append("an fp8 cache is set in the file of --config: kv_cache_config: {dtype: fp8}")
-    if served.layout.replicas > 1 and (target in ("llama.cpp", "tensorrt-llm") or served.layout.attention_dp > 1):
+    alone = target in ("llama.cpp", "tensorrt-llm") or (target == "vllm" and served.layout.attention_dp > 1)
+    if served.layout.replicas > 1 and alone:
         notes.append(f"this starts one of {served.layout.replicas} copies: give each devices of its own")
     if target == "llama.cpp":
         notes.append(f"the file is {name} in {stored}")
@@ -107,12 +108,11 @@ def _vllm(served: Served, request: ServeRequest) -> list[str]:
 def _sglang(served: Served, request: ServeRequest) -> list[str]:
     """SGLang's tp counts the ranks of all copies of attention."""
     layout, cache = served.layout, served.formats.cache
-    shares = layout.attention_dp > 1
     return given(
         (True, f"python -m sglang.launch_server --model-path {_repository(served)} --tp {layout.ep}"),
         (layout.pp > 1, f"--pp-size {layout.pp}"),
-        (shares, f"--dp {layout.attention_dp} --enable-dp-attention --ep-size {layout.ep}"),
-        (not shares and layout.replicas > 1, f"--dp {layout.replicas}"),
+        (layout.attention_dp > 1, f"--attn-dp-size {layout.attention_dp} --ep-size {layout.ep}"),
+        (layout.replicas > 1, f"--dp {layout.replicas}"),
         (served.formats.weights == "fp8", "--quantization fp8"),
         (cache in _CACHES["sglang"], f"--kv-cache-dtype {_CACHES['sglang'].get(cache)}"),
         (True, f"--context-length {_longest(served, request)}"),
