@@ -26,7 +26,7 @@ from ironlaw.numerics.hqq import hqq
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers
 from ironlaw.numerics.scaling import Inputs, balance
-from ironlaw.train import compression
+from ironlaw.train import sweep
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.compression import compress_run
 from ironlaw.train.parallel.step import read_first_weights
@@ -242,7 +242,7 @@ def test_a_sweep_finds_what_nothing_beats(
     run: Path, ironlaw_here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = [("int8", "rtn", True), ("fp8_block", "gptq", False), ("mxfp4", "rtn", False), ("mxfp4", "awq", False)]
-    monkeypatch.setattr("ironlaw.train.compression.candidates", lambda: known)
+    monkeypatch.setattr("ironlaw.train.sweep.candidates", lambda: known)
     code, out, err = ironlaw_here("compress", run, "--sweep", "--budget", "1000s", "--json", "--out", "sweep.html")
     assert code == 0, err
     found = json.loads(out)
@@ -268,7 +268,7 @@ def test_a_sweep_finds_what_nothing_beats(
 def test_an_interrupted_sweep_shows_what_it_has_measured(
     run: Path, ironlaw_here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, calls = compression.measure_compression, []
+    measure, calls = sweep.measure_compression, []
 
     def interrupt(*given: Any, **named: Any) -> Any:
         calls.append(given)
@@ -276,7 +276,7 @@ def test_an_interrupted_sweep_shows_what_it_has_measured(
             raise KeyboardInterrupt
         return measure(*given, **named)
 
-    monkeypatch.setattr(compression, "measure_compression", interrupt)
+    monkeypatch.setattr(sweep, "measure_compression", interrupt)
     code, out, err = ironlaw_here("compress", run, "--sweep", "--json")
     assert code == 130 and "interrupted" in err
     found = json.loads(out)
