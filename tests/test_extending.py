@@ -105,7 +105,7 @@ ADDED = {
     """,
     "A diagnosis": """
         from types import SimpleNamespace
-        from ironlaw.explain.rules import RULES
+        from ironlaw.explain.diagnose import RULES
         from ironlaw.observe.habits import useless_biases
         found = useless_biases(torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2)))
         facts = {"useless_biases": found}

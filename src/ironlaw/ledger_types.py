@@ -88,7 +88,9 @@ def _facts() -> dict[str, Any]:
         "memory_curve": list[tuple[Number, Number]],
         "memory_grows": _record(bytes_per_step=Number, holder=text, place=text),
         "misaligned": MANY[odd],
-        "sync_points": MANY[_record(place=str, call=str, per_step=Number, seconds=Number)],
+        "sync_points": MANY[
+            _record(place=str, call=str, per_step=Number, seconds=Number, parts=(dict[str, Number], {}))
+        ],
         "thread_gain": _record(matmul=Number, elementwise=Number),
         "timeline": _record(seconds=Number, lanes=list[str], segments=MANY[segment]),
         "updates": MANY[update],

@@ -12,9 +12,8 @@ from synthetic import make_config, make_run, write_run
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.explain.compare import compare
+from ironlaw.explain.compare import compare, sample, threshold
 from ironlaw.explain.explanation import explain_run
-from ironlaw.explain.noise import sample, threshold
 from ironlaw.explain.runs import list_runs
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from synthetic import make_config, make_profile, make_run
 
-from ironlaw.explain.diagnose import Diagnosis, diagnose
+from ironlaw.explain.diagnose import RULES, Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.rule import Axis, Tier
-from ironlaw.explain.rules import RULES
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
 
@@ -180,6 +179,9 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     assert found.healthy and found.findings[0].rule == "sync_points" and "train.py:12" in found.evidence[0]
     many = {"sync_points": [points[0] | {"seconds": 3.0}], "profiled_step_seconds": 4.0}  # recorded, which is slower
     assert verdict(plan, facts=many).findings[0].share == 0.75
+    many["sync_points"][0]["parts"] = {"host": 0.5}
+    of_host = next(f for f in verdict(plan, phases={"host": 0.1}, facts=many).findings if f.rule == "sync_points")
+    assert 0 < of_host.share < 0.1  # of the host's own share of the steps that were not recorded
     half = verdict(plan, facts={"unscaled": {"place": "train.py:9", "per_step": 1.0}}).findings[0]
     assert half.rule == "unscaled" and half.evidence[0] == "train.py:9"
     once = [points[0] | {"per_step": 1}]  # as every loop reads its loss

@@ -7,7 +7,6 @@ from synthetic import make_profile
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
-from ironlaw.explain import remedies_on_ranks
 from ironlaw.explain.remedies import find_remedies, situation, with_settings
 from ironlaw.ledger import Ledger
 from ironlaw.machine.links import KINDS, Link, RankCosts, RankFabric
@@ -23,7 +22,7 @@ SLOW = Link(latency_seconds=1e-3, bytes_per_second=1e6)
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remedies_on_ranks, "load_costs", lambda: COSTS)
+    monkeypatch.setattr("ironlaw.explain.remedies.load_costs", lambda: COSTS)
 
 
 def sharded() -> RunConfig:
@@ -66,6 +65,6 @@ def test_what_was_not_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> RankCosts:
         raise UserError("what ranks cost each other was not measured")
 
-    monkeypatch.setattr(remedies_on_ranks, "load_costs", missing)
+    monkeypatch.setattr("ironlaw.explain.remedies.load_costs", missing)
     with pytest.raises(UserError, match="not measured"):
         situation(sharded(), make_profile(), run_of(sharded(), RankFabric(COSTS)))

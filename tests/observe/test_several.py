@@ -20,8 +20,8 @@ from ironlaw.explain.observed_remedies import _threads
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.measured import updates_of
 from ironlaw.observe.trials import time_fused_update
-from ironlaw.observe.updates import updates_of
 from ironlaw.workload.trace import trace
 
 

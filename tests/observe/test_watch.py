@@ -148,7 +148,7 @@ def test_accumulation_and_sync_points_are_found(tmp_path: Path) -> None:
     ledger = run_loop(tmp_path / "run", accumulate=2, read=True)
     assert ledger.facts["accumulation"] == 2
     points = [p for p in ledger.facts["sync_points"] if p["call"] == "item"]
-    assert len(points) == 1 and points[0]["per_step"] == 2
+    assert len(points) == 1 and points[0]["per_step"] == 2 and 0 < sum(points[0]["parts"].values()) < 1
     file, _, line = points[0]["place"].rpartition(":")
     assert file == __file__ and "loss.item()" in Path(__file__).read_text(encoding="utf-8").splitlines()[int(line) - 1]
 
@@ -195,6 +195,22 @@ def test_skipped_updates_are_counted(tmp_path: Path) -> None:
             scaler.update()
     ledger = Ledger.load(tmp_path / "run" / "ledger.json")
     assert ledger.facts["skipped_updates"] == 1 and ledger.facts["steps_done"] == 12
+
+
+def test_gradients_that_a_loop_asks_for_are_part_of_its_loss(tmp_path: Path) -> None:
+    """As those of the inner loop of meta learning, between two forward passes."""
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.register_hook(lambda gradient: time.sleep(0.01))
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(8):
+            for _ in range(3):
+                torch.autograd.grad(model(torch.randn(4, 8)).sum(), [*model.parameters()], create_graph=True)
+            optimizer.step()
+    ledger = Ledger.load(tmp_path / "run" / "ledger.json")
+    assert ledger.phase_seconds[Phase.FORWARD] > 0.03
+    number = int(ledger.facts["places"]["update_unfused"].rpartition(":")[2])  # and no line of another optimizer
+    assert "SGD(" in Path(__file__).read_text(encoding="utf-8").splitlines()[number - 1]
 
 
 def test_gaps_are_named_by_their_neighbours_and_by_what_the_thread_did() -> None:

@@ -1,7 +1,13 @@
-"""Compares two runs: why one is slower, by phase, by operation, by what was configured differently."""
+"""Compares two runs: why one is slower, by phase, by operation, by what was configured differently.
+
+A difference must exceed what the step time of a run varies by itself. Steps that follow each other are alike, so blocks
+of neighbours are compared, not single steps; and the two halves of one run are an A/A test that every run brings along.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +15,6 @@ from ironlaw import units
 from ironlaw.explain.explanation import Explanation
 from ironlaw.explain.gap import Gap, subtract_ledgers
 from ironlaw.explain.grades import Grade, graded_pair
-from ironlaw.explain.noise import sample, threshold
 from ironlaw.ledger import Ledger
 
 MAX_CAUSES = 3  # causes in the sentence
@@ -17,6 +22,10 @@ COMPARED_FACTS = (
     "machine", "threads", "precision", "compile", "accumulation", "batch", "sequence", "data_workers", "versions",
     "machine_speed", "source", "model", "autocast",
 )  # fmt: skip
+FLOAT_TOLERANCE = 0.02
+BLOCKS = 8
+FLOOR = 0.02  # relative: two runs of the same thing on a quiet machine differ by as much
+SIGMAS = 2.5
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,6 @@ def _settings(before: Explanation, after: Explanation) -> list[dict[str, Any]]:
     return changed
 
 
-FLOAT_TOLERANCE = 0.02
-
-
 def _facts(run: Ledger) -> dict[str, Any]:
     return _flat({name: run.facts[name] for name in COMPARED_FACTS if run.facts.get(name) is not None})
 
@@ -124,3 +130,35 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _pair(row: Any) -> dict[str, Any]:
     return {"name": row.name, "before": row.planned, "after": row.measured, "difference": row.missing}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds per step of one run: its typical value, the error of that, and how far its halves lie apart."""
+
+    seconds: float
+    error: float
+    drift: float  # relative
+
+
+def sample(metrics: Sequence[Mapping[str, Any]], typical: float | None = None) -> Sample | None:
+    """Returns the sample of the steps of `metrics.jsonl` without recorded ones and the first eighth; None below 8."""
+    seconds = [m["seconds"] for m in metrics if m.get("seconds") and not m.get("recorded")]
+    seconds = seconds[min(10, len(seconds) // 8) :]
+    if len(seconds) < BLOCKS:
+        return None
+    size = len(seconds) // BLOCKS
+    blocks = [statistics.median(seconds[i * size : (i + 1) * size]) for i in range(BLOCKS)]
+    middle = typical if typical is not None else statistics.mean(blocks)
+    error = statistics.stdev(blocks) / len(blocks) ** 0.5
+    half = len(seconds) // 2
+    first, second = statistics.median(seconds[:half]), statistics.median(seconds[half:])
+    return Sample(middle, error, abs(second - first) / middle)
+
+
+def threshold(before: Sample | None, after: Sample | None) -> float | None:
+    """Returns the relative difference from which on two runs differ; None if one of them has too few steps."""
+    if before is None or after is None:
+        return None
+    error = (before.error**2 + after.error**2) ** 0.5 / before.seconds
+    return max(FLOOR, SIGMAS * error, before.drift, after.drift)

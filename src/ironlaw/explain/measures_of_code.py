@@ -5,10 +5,12 @@ Most need facts that `ironlaw.observe` collects; a run without them lists these 
 
 from __future__ import annotations
 
+from typing import Any
+
 from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Figures, Measure, Reading
-from ironlaw.ledger import Phase
+from ironlaw.ledger import STEP_PHASES, Phase
 from ironlaw.units import bytes_, percent, seconds
 
 ROOM = 0.85  # of the memory
@@ -25,16 +27,23 @@ def logging_share(e: RunEvidence) -> float | None:
 
 
 def _syncs(e: RunEvidence) -> Reading | None:
-    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. They are
-    timed in recorded steps, which are slower."""
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
     points = e.fact("sync_points")
     if points is None or e.step is None:
         return None
     calls = [p for p in points if p["per_step"] > MAX_SYNCS]
-    cost = sum(p["seconds"] for p in calls) / (e.fact("profiled_step_seconds") or e.step)
+    cost = sum(_sync_share(e, point) for point in calls)
     figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
     times = f"{sum(p['per_step'] for p in calls):.0f}"
     return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times})
+
+
+def _sync_share(e: RunEvidence, point: dict[str, Any]) -> float:
+    """Of the step. Points are timed in recorded steps, which are slower: there they have as large a part of a phase."""
+    shares = {str(phase): e.phase_share(phase) or 0.0 for phase in STEP_PHASES}
+    shares[Phase.HOST] += shares[Phase.IDLE]  # which a gap has both of
+    known = sum(part * shares.get(phase, 0.0) for phase, part in (point.get("parts") or {}).items())
+    return float(known or point["seconds"] / (e.fact("profiled_step_seconds") or e.step))
 
 
 def recomputed_share(e: RunEvidence) -> float | None:

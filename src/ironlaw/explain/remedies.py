@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
+from ironlaw import units
 from ironlaw.catalog.formats import number_format, precision_recipes
 from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError
-from ironlaw.explain.remedies_on_ranks import other_layouts, planner_on_ranks, ranks_of
 from ironlaw.explain.remedy import (
     CHECKPOINT_SHARE,
     EVALUATION_SHARE,
@@ -24,9 +25,12 @@ from ironlaw.explain.remedy import (
     find,
 )
 from ironlaw.ledger import Kind, Ledger
+from ironlaw.machine.links import Link, RankFabric, load_costs
 from ironlaw.machine.profile import Profile
+from ironlaw.plan.layouts import best_layout
 from ironlaw.plan.measured.accelerator import accelerator_of
 from ironlaw.plan.step import plan_run
+from ironlaw.workload.layout import Layout
 
 TIGHT_MEMORY = 0.85  # of the machine's: from here on smaller is worth time
 ATTENTION_SHARE = 0.20
@@ -284,3 +288,52 @@ def situation(config: RunConfig, profile: Profile, run: Ledger) -> Situation:
         config = with_settings(config, {"train.precision": precision})
     replan = planner_on_ranks(profile, run) if ranks_of(run) > 1 else partial(plan_run, profile=profile)
     return Situation(config, replan(config), profile, run, replan)
+
+
+def ranks_of(run: Ledger) -> int:
+    """Returns the ranks of a job that can be planned on as many; else 1."""
+    known = "fabric" in run.facts or run.facts.get("device", "cpu") != "cpu"
+    return int(run.facts.get("ranks") or 1) if known else 1
+
+
+def fabric_of(run: Ledger) -> RankFabric:
+    """Returns the links of the run; UserError if what two ranks of this machine cost each other was not measured."""
+    facts = run.facts["fabric"]
+    between = Link(**facts["between"]) if facts["between"] else None
+    return RankFabric(load_costs(), facts["ranks_per_host"], between)
+
+
+def planner_on_ranks(profile: Profile, run: Ledger) -> Callable[[RunConfig], Ledger]:
+    """Returns a function that plans a config on the ranks of `run`; it raises UserError if that cannot run or fit."""
+    from ironlaw.train.parallel.planning import plan_config, plan_on_accelerators
+
+    ranks, fabric = ranks_of(run), fabric_of(run) if profile.device == "cpu" else None
+
+    def replan(config: RunConfig) -> Ledger:
+        plan = plan_config(config, profile, ranks, fabric) if fabric else plan_on_accelerators(config, profile, ranks)
+        if not plan.fits:
+            raise UserError(f"{plan.layout} does not fit: {units.bytes_(plan.peak_bytes)} a rank")
+        return plan.ledger
+
+    return replan
+
+
+def other_layouts(config: RunConfig, profile: Profile, run: Ledger) -> Iterable[dict[str, Any]]:
+    """Returns the settings of the best planned layout for as many ranks, if it is not the run's own."""
+    if ranks_of(run) == 1 or "fabric" not in run.facts or (config.layout is not None and config.layout.shard):
+        return []
+    from ironlaw.train.parallel.planning import can_run
+
+    free = config.model_copy(update={"train": config.train.model_copy(update={"micro_batch": None})})
+    choice = best_layout(free, profile, ranks_of(run), fabric_of(run), lambda layout: can_run(free, layout))
+    return [changed(config, choice.best.layout)]
+
+
+def changed(config: RunConfig, layout: Layout) -> dict[str, Any]:
+    """Returns the settings of `layout` that differ from the config."""
+    names = ("dp", "zero", "tp", "sp", "pp", "virtual_stages", "schedule", "cp", "ep")
+    now = config.layout.model_dump() if config.layout is not None else {}
+    settings = {f"layout.{name}": getattr(layout, name) for name in names if now.get(name) != getattr(layout, name)}
+    if layout.micro_batch != config.train.micro_batch:
+        settings["train.micro_batch"] = layout.micro_batch
+    return settings

@@ -18,8 +18,7 @@ SORTS = ("date", "step_seconds", "tokens_per_second", "mfu", "validation_loss", 
 def explain_path(path: Path) -> Explanation:
     """A run of `ironlaw train`, an observed loop, or a profiler's trace."""
     from ironlaw.explain.explanation import explain_run
-    from ironlaw.explain.foreign import explain_trace
-    from ironlaw.explain.observed import explain_observed, is_observed
+    from ironlaw.explain.observed import explain_observed, explain_trace, is_observed
 
     if path.is_file():
         return explain_trace(path)

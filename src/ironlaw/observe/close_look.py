@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import (
 
 from ironlaw.ledger import Phase
 from ironlaw.observe.gradients import graph_of
-from ironlaw.observe.loop_lines import LineTrace
 from ironlaw.observe.operation_checks import (
     MATRIX_PRODUCTS,
     CountedCall,
@@ -36,11 +35,11 @@ from ironlaw.observe.operation_checks import (
     zero_part,
 )
 from ironlaw.observe.partition import Partition
-from ironlaw.observe.user_code import is_users, line_of, user_frames, user_line
+from ironlaw.observe.user_code import LineTrace, is_users, line_of, user_frames, user_line
 from ironlaw.workload.trace_kernels import tensors
 
 MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs some 50 us
-MIN_SAVED = 0.3  # of an operation that is tried otherwise, twice: less is noise
+MIN_SAVED = 0.3  # of an operation that is tried otherwise: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
 UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
 VOCABULARY = "vocabulary_unused"
@@ -142,10 +141,13 @@ class CloseLook(TorchDispatchMode):
         self._operations += 1
         if self._is_looking and self._operations < MAX_OPERATIONS:
             try:
+                name = func.overloadpacket.__name__
                 if self._partition.running is not Phase.BACKWARD:
-                    self._on_operation(func.overloadpacket.__name__, args)
+                    self._on_operation(name, args)
                 if self._is_in_pass():
                     self._count(func, args, kwargs or {}, result, seconds)
+                elif self._made_by:
+                    self._follow(CountedCall(user_line(), name, False, dense(args), dense(result)))
             except Exception:  # of a tensor unlike others: what observes ends no loop
                 self._is_looking = False
                 self._whole = 0.0
@@ -167,7 +169,7 @@ class CloseLook(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any, seconds: float) -> None:
         node, name = torch._C._current_autograd_node(), func.overloadpacket.__name__
         if node is not None or self._partition.running is Phase.BACKWARD:
-            line, kinds = self._count_backward(node, name, args, seconds)
+            line, kinds = self._count_backward(node, name, args, result, seconds)
         else:
             frames = list(user_frames())
             line = line_of(frames[0] if frames else None)
@@ -183,13 +185,22 @@ class CloseLook(TorchDispatchMode):
                 self._marked[rule].add(line)
                 self._seconds[rule][line] += seconds * share
 
-    def _count_backward(self, node: Any, name: str, args: Any, seconds: float) -> tuple[str, list[str]]:
-        """Returns the line and the kinds of time of a backward operation."""
+    def _count_backward(self, node: Any, name: str, args: Any, result: Any, seconds: float) -> tuple[str, list[str]]:
+        """Returns the line and the kinds of time of a backward operation. Gradients that the loop itself asks for count
+        as made by the line that does; with a graph of their own they are for a later pass."""
         number = node._sequence_nr() if node is not None else -1
         line, kinds, forward, lines = self._nodes.get(number, ("", [], 0.0, []))
         self._add_nodes((line, kinds, 0.0, lines))  # of a graph of the graph
-        is_pass = self._partition.running is Phase.BACKWARD  # and not the loop's own torch.autograd.grad
-        if is_pass and (own := user_line()) != self._pass_line:  # a hook, or a function's own backward pass
+        is_pass, own = self._partition.running is Phase.BACKWARD, user_line()  # else it is torch.autograd.grad
+        operands = {t.data_ptr() for t in dense(args)}
+        for made in (t for t in dense(result) if t.data_ptr() not in operands):  # no views
+            self._made_by.pop(made.data_ptr(), None)
+            if not is_pass:
+                self._made_by[made.data_ptr()] = own
+                (self._read if made.requires_grad else self._taking).add(own)
+        if not is_pass:
+            self._seconds[FORWARD][own] += seconds
+        elif own != self._pass_line:  # a hook, or a function's own backward pass
             return own, [] if CountedCall(own, name, False, dense(args), []).is_main_work else [ONE_OPERATION + name]
         if line and name in MATRIX_PRODUCTS:
             self._head = number if self._head is None else self._head
@@ -219,7 +230,8 @@ class CloseLook(TorchDispatchMode):
         is_single = not call.is_main_work and not self._odd_masks.is_running
         kinds = [*blamed, *([ONE_OPERATION + call.name] if is_single else [])]
         self._add_nodes((call.line, kinds, seconds, self._loops.count(call, frames, seconds)))
-        self._follow(call)
+        takes = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands)
+        self._follow(call, takes)
         return [FORWARD, *kinds]
 
     def _add_nodes(self, node: _Node) -> None:
@@ -228,20 +240,26 @@ class CloseLook(TorchDispatchMode):
         self._nodes |= dict.fromkeys(range(self._newest, newest), node)
         self._newest = newest
 
-    def _follow(self, call: CountedCall) -> None:
-        """Follow values that a gradient would come back through to what is made of them without one."""
+    def _follow(self, call: CountedCall, takes: bool = False) -> None:
+        """Follow values that a gradient would come back through, which the call `takes`, to what is made of them
+        without one."""
         makers = {self._made_by[t.data_ptr()] for t in call.operands if t.data_ptr() in self._made_by}
         for maker in makers:
             self._feeds[maker].add(call.line)
-        takes = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands)
         if makers or takes:
             self._taking.add(call.line)
-        for made in call.results:
+        for made in call.results or call.operands:  # what returns nothing writes into what it is given
             self._made_by.pop(made.data_ptr(), None)
             if (makers or takes) and not made.requires_grad:
                 self._made_by[made.data_ptr()] = call.line
             if made.data_ptr() in self._state:
                 self._read.add(call.line)
+
+    def update_begins(self, parameters: Iterable[Tensor]) -> None:
+        """Gradients that the loop has put together itself are read by this update."""
+        for parameter in parameters if self._is_looking else ():
+            if parameter.grad is not None:
+                self._read.add(self._made_by.get(parameter.grad.data_ptr(), ""))
 
     def _unread(self) -> set[str]:
         """Returns the lines of which nothing reaches one that is read."""

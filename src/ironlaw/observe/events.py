@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ironlaw.ledger import Phase
-from ironlaw.observe.partition import Partition
+from ironlaw.observe.partition import Interval, Partition
 from ironlaw.observe.user_code import is_users, user_line
 
 CPU, DEVICE, RUNTIME = "cpu", "device", "runtime"
@@ -90,16 +91,27 @@ def _allocations(recorded: Any) -> Iterator[Allocation]:
         pending.extend((child, inside) for child in node.children)
 
 
-SyncPoints = dict[tuple[str, str], list[float]]
-"""(line of the user's code, call) -> seconds of each time the host waited there for the value of a tensor."""
+SyncPoints = dict[tuple[str, str], list[tuple[float, Interval | None]]]
+"""(line of the user's code, call) -> seconds of each time the host waited there for the value of a tensor, and what the
+partition of a loop has it in."""
 
 
-def describe_sync_points(found: SyncPoints, steps: int) -> list[dict[str, Any]]:
-    """Returns sync points with times and seconds per step, those that took most first."""
-    points: list[dict[str, Any]] = [
-        {"place": place, "call": call, "per_step": len(times) / steps, "seconds": sum(times) / steps}
-        for (place, call), times in found.items()
-    ]
+def describe_sync_points(
+    found: SyncPoints, steps: int, recorded: Sequence[Sequence[Interval]] = ()
+) -> list[dict[str, Any]]:
+    """Returns sync points with times and seconds per step, and their parts of the phases in these recorded steps, those
+    that took most first."""
+    whole, points = defaultdict[Phase, float](float), list[dict[str, Any]]()
+    for interval in itertools.chain(*recorded):
+        whole[interval.phase or Phase.HOST] += interval.begin.until(interval.end)
+    for (place, call), times in found.items():
+        parts = defaultdict[Phase, float](float)
+        for seconds, within in times:
+            if within is not None and (all_of := whole[within.phase or Phase.HOST]):
+                parts[within.phase or Phase.HOST] += seconds / all_of
+        total = sum(seconds for seconds, _ in times)
+        points.append({"place": place, "call": call, "per_step": len(times) / steps, "seconds": total / steps,
+                       "parts": parts})  # fmt: skip
     return sorted(points, key=lambda point: -float(point["seconds"]))[:20]
 
 
@@ -122,7 +134,7 @@ def sync_points(partition: Partition) -> Iterator[SyncPoints]:
             yield
         finally:
             is_inside = False
-            found[user_line(), name].append(time.perf_counter() - began)
+            found[user_line(), name].append((time.perf_counter() - began, partition.intervals[-1]))
 
     with ExitStack() as stack:
         for name in _SYNCHRONISING:

@@ -91,15 +91,14 @@ CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
     ),
     "recompiles": ("compile",),
     "vocabulary_unused": ("Embedding",),
-    "update_unfused": ("AdamW", "Adam", "SGD", "Adagrad"),
 }
-"""Rule -> the names that the code it is about calls, or sets."""
+"""Rule -> the names that the code it is about calls, or sets; of an update that is not fused the optimizers' own."""
 EVENTS_OF_RULES = {
     **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
     **dict.fromkeys(("precision", "batch_small"), "forward pass"),
 }
 """Rule, or part of the loop -> the event that happens where it begins."""
-ONCE_A_STEP = ("updates_again", "optimizer_rebuilt", "gradients_zeroed", "graphs_retained", "gradients_uncleared")
+ONCE_A_STEP = ("updates_again", "optimizer_rebuilt", "graphs_retained", "gradients_uncleared")
 PROFILERS = ("profile", "emit_itt", "Profile", "setprofile", "settrace", "tracemalloc")
 DOUBLE = ("double", "float64", "set_default_dtype")
 HALF = ("autocast", "bfloat16", "float16", "half", "bf16", "fp16")
@@ -142,6 +141,7 @@ class Habits:
         self._learns_in_eval, self._eval_steps = False, 0  # whether the last step was of passes in evaluation mode only
         self._paddings: list[tuple[float, float]] = []  # of the first batches, as `inputs.padding`
         self._uncleared = ""  # line of the step's first backward pass, while all passes of the step found gradients
+        self._zeroed_steps = 0  # whose first backward pass found gradients of zeros
         self.gradients_found = "none"  # by the forward pass: as `Loop.gradients`
         self.call: ModuleCall | None = None  # the first one of the model
         self.inputs: dict[str, Any] = {}
@@ -222,8 +222,10 @@ class Habits:
         if is_first and not self._has_gradients():
             self.gradients_found = "forward"
         elif is_first or self._uncleared:
-            found = any(bool(p.grad.any()) for p in parameters_of(self._optimizers) if p.grad is not None)
+            gradients = [p.grad for p in parameters_of(self._optimizers) if p.grad is not None]
+            found = any(bool(gradient.any()) for gradient in gradients)
             self._uncleared = (self._uncleared or user_line()) if found else ""
+            self._zeroed_steps += is_first and bool(gradients) and not found
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for p in self._module.parameters())
@@ -240,6 +242,8 @@ class Habits:
     def update_begins(self, optimizer: torch.optim.Optimizer, is_observed: bool) -> None:
         with self._pause_close_look():
             self._gradients.update_begins(optimizer)
+            if self._close_look is not None:
+                self._close_look.update_begins(parameters_of([optimizer]))
         if not is_observed:
             return
         self._is_new_step = not self._work or self._work_at_update.get(optimizer) != self._work
@@ -314,6 +318,7 @@ class Habits:
             "memory_grows": self._growth(),
             "graphs_again": self._graphs_again(),
             **{fact: self._most_frequent(fact) for fact in ONCE_A_STEP},
+            "gradients_zeroed": self._most_frequent("gradients_zeroed") or self._zeroed_by_hand(),
             **self._gradients.facts(self._files),
             **(self._close_look.facts(self.events["forward pass"]) if self._close_look is not None else {}),
             "padding": self._padding(),
@@ -354,6 +359,12 @@ class Habits:
             return None
         return {"part": self._repeated_seconds / self._backward_seconds, "place": kept["place"]}
 
+    def _zeroed_by_hand(self) -> dict[str, Any] | None:
+        """Where most steps fill gradients with zeros, and not by `zero_grad`."""
+        place, steps = line_calling(("zero_", "_foreach_zero_"), self._files), max(1, len(self._resident))
+        is_habit = place is not None and 2 * self._zeroed_steps >= steps
+        return {"place": place, "per_step": self._zeroed_steps / steps} if is_habit else None
+
     def _forward_line(self) -> str:
         return self.events["forward pass"].most_common(1)[0][0]
 
@@ -379,7 +390,8 @@ class Habits:
         """Rule -> the line that it is about, where the run or the text of the code tells."""
         found = {rule: self.events[event].most_common(1)[0][0] for rule, event in EVENTS_OF_RULES.items()
                  if self.events[event]}  # fmt: skip
-        for rule, names in CALLS_OF_RULES.items():
+        optimizers = tuple({type(optimizer).__name__ for optimizer in self._optimizers})
+        for rule, names in {**CALLS_OF_RULES, "update_unfused": optimizers}.items():
             found[rule] = line_calling(names, self._files) or found.get(rule, "?")
         found["clipping"] = clipping_line(self._files) or "?"
         if self._close_look is not None:

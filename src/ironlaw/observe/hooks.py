@@ -6,7 +6,7 @@ Nothing of the user's code changes. All hooks and wrappers are removed when the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -237,4 +237,10 @@ def _watch_backward(stack: ExitStack, model: Any, partition: Partition, habits: 
             habits.gradient_syncs += bool(is_distributed and model.require_backward_grad_sync)
             habits.backward_ended(keeps_graph=bool(retain_graph or create_graph))
 
+    def asking(*_: Any, **__: Any) -> AbstractContextManager[None]:
+        """Gradients that the loop itself asks for, as those of an inner loop or a penalty, are part of its loss."""
+        is_loop = partition.running is None
+        return partition.within(Phase.FORWARD, like=Phase.BACKWARD) if is_loop else nullcontext()
+
     wrap(stack, torch.autograd, "backward", backward)
+    wrap(stack, torch.autograd, "grad", asking)

@@ -29,6 +29,7 @@ MIN_WIDE, MIN_TIMES_WIDER = 2**18, 8  # elements of a result, and how many times
 MAX_SAMPLES, MIN_DENORMAL = 4096, 0.01  # elements of a tensor that are looked at, and the part of them that slows it
 MIN_TOKENS, SPECIAL_TOKENS = 256, 2  # of a batch that tells of its vocabulary; with numbers at its end
 MIN_UNUSED = 0.5  # of a vocabulary; texts of any length have words of its second half
+TRIES = 3  # of a call both ways on the spot: the median leaves one out that other programs interrupted
 HIDDEN = -1e4  # added to a score that no token should see; half precision reaches -65,504
 
 
@@ -134,8 +135,10 @@ class OperationChecks:
         return {call.line}
 
     def denormals(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Denormal numbers count as zero. Operations that write in place or draw random numbers cannot be repeated."""
-        if func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+        """Denormal numbers count as zero. Operations that write in place or draw random numbers cannot be repeated, and
+        views compute nothing."""
+        is_alias = any(argument.alias_info is not None for argument in func._schema.arguments)
+        if is_alias or torch.Tag.nondeterministic_seeded in func.tags:
             return 0.0
         if not any(map(has_denormals, tensors((args, result)))):
             return 0.0
@@ -148,7 +151,7 @@ class OperationChecks:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # other threads' numbers are as when they began
         try:
-            return share_saved(partial(run, False), partial(run, True), 2) if are_kept else 0.0
+            return share_saved(partial(run, False), partial(run, True), TRIES) if are_kept else 0.0
         finally:
             torch.set_flush_denormal(not are_kept)
             torch.set_num_threads(threads)
@@ -161,7 +164,7 @@ class OperationChecks:
         if not any(t.dtype in HALF and t.numel() >= MIN_ELEMENTS for t in tensors(result)):
             return 0.0
         wide = tree_map_only(Tensor, lambda t: t.float() if t.dtype in HALF else t, (args, kwargs))
-        return share_saved(partial(func, *args, **kwargs), partial(func, *wide[0], **wide[1]), 2)
+        return share_saved(partial(func, *args, **kwargs), partial(func, *wide[0], **wide[1]), TRIES)
 
 
 def unused_rows(table: Tensor, ids: Tensor) -> float:

@@ -99,4 +99,4 @@ class LoopRecording:
 
     def facts(self) -> dict[str, Any]:
         found = self._sampler.facts(self._steps) if self._sampler is not None else {}
-        return found | {"sync_points": describe_sync_points(self._sync, max(1, len(self._steps)))}
+        return found | {"sync_points": describe_sync_points(self._sync, max(1, len(self._steps)), self._steps)}

@@ -1,4 +1,5 @@
-"""Finds lines of the user's code: the one that runs, the one that calls something, the one where something grows."""
+"""Finds lines of the user's code: the one that runs and for how long, the one that calls something, the one where
+something grows."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import gc
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import islice
@@ -17,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ironlaw.observe.partition import Interval
 
 LIBRARIES = tuple(
     {str(Path(torch.__file__).parents[1]), str(Path(__file__).parents[1]), *map(str, (
@@ -246,3 +252,55 @@ def _has_nodes_before(value: Tensor, number: int) -> bool:
         before = [n for n, _ in node.next_functions if n is not None and n._sequence_nr() < node._sequence_nr()]
         node = min(before, key=lambda n: n._sequence_nr(), default=None)
     return node is not None and node._sequence_nr() < number
+
+
+class LineTrace:
+    """Calls `report` with each line that begins in the user's functions: in those that are on the stack when it begins,
+    and with `everywhere` in those that are called later, too. It does nothing if another trace function is set."""
+
+    def __init__(self, report: Callable[[str], None], everywhere: bool = False) -> None:
+        self.functions: set[CodeType] = set()
+        self._report, self._everywhere = report, everywhere
+
+    def begin(self) -> None:
+        if sys.gettrace() is None:
+            for frame in user_frames():
+                self.functions.add(frame.f_code)
+                frame.f_trace = self._line
+            sys.settrace(self._called)
+
+    def end(self) -> None:
+        if sys.gettrace() == self._called:
+            sys.settrace(None)
+            for frame in user_frames():
+                frame.f_trace = None
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Any:
+        wanted = frame.f_code in self.functions or (self._everywhere and is_users(frame.f_code.co_filename))
+        return self._line(frame, event, None) if wanted else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        self._report(user_line(frame.f_back) if event == "return" else line_of(frame))
+        return self._line
+
+
+class LoopLines(LineTrace):
+    """Records the moments when lines of the loop and of its callers begin. A sampler cannot run while a line holds the
+    interpreter's lock, and then finds the next line."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, str]] = []
+        super().__init__(lambda line: self._marks.append((time.perf_counter(), line)))
+
+    def within(self, intervals: Iterable[Interval]) -> Counter[str]:
+        """Return the microseconds of these intervals by line."""
+        found: Counter[str] = Counter()
+        begins = [at for at, _ in self._marks]
+        for interval in intervals:
+            at, end = interval.begin.seconds, interval.end.seconds
+            index = bisect_right(begins, at)
+            while at < end:
+                until = min([end, *begins[index : index + 1]])
+                found[self._marks[index - 1][1] if index else "?"] += round(1e6 * (until - at))
+                at, index = until, index + 1
+        return found

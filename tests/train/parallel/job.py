@@ -36,7 +36,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.clock import StepClock
+from ironlaw.observe.partition import StepClock
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session
@@ -356,7 +356,7 @@ def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Weights of a Hugging Face model read into this rank's parts: the most bytes held, those of the parts, of the
     largest tensor and of the model; and the largest difference from the model's own."""
     from ironlaw.model.huggingface.weights import write_model
-    from ironlaw.observe.held import recording
+    from ironlaw.observe.profile import recording
 
     config = config_of(case)
     torch.manual_seed(5)
@@ -490,7 +490,7 @@ def task_learns(case: dict[str, Any], folder: Path) -> dict[str, float]:
 
 def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The most bytes of tensors this rank holds in its fourth step, everything allocated since its start counted."""
-    from ironlaw.observe.held import recording
+    from ironlaw.observe.profile import recording
     from ironlaw.plan.memory import peak_memory
 
     config = config_of(case)

@@ -9,7 +9,7 @@ import pytest
 
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.ledger import Kind, Ledger, Line, Phase
-from ironlaw.observe.clock import StepClock
+from ironlaw.observe.partition import StepClock
 from ironlaw.train.parallel.observer import OTHER, RankObserver, merge
 
 
@@ -53,7 +53,7 @@ def test_explained_beside_the_plan() -> None:
 
 def test_waiting_inside_a_phase_is_not_that_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("ironlaw.observe.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("ironlaw.observe.partition.time", SimpleNamespace(perf_counter=lambda: now[0]))
     clock = StepClock()
     with clock.step() as times, clock.phase(Phase.HOST):
         with clock.phase(Phase.FORWARD):

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ironlaw.observe.clock import StepClock
+from ironlaw.observe.partition import StepClock
 from ironlaw.observe.profile import COMMUNICATION_SCOPE, scope
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.collectives import Sent
@@ -75,7 +75,7 @@ class Traffic:
         self.found: dict[Key, CallTotals] = {}
         self.steps = 0
         # During profiling: wait for each collective where it is called, until gloo's threads have released its
-        # tensors, because the profiler sees only what this thread releases (`observe/held.py`).
+        # tensors, because the profiler sees only what this thread releases (`observe/profile.py`).
         self.synchronous = False
         self._dimensions = dimensions_of(ranks)
         self._known: dict[Any, tuple[str, int]] = {}

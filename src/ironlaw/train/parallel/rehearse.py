@@ -136,8 +136,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
 
     from ironlaw.data.batch import Batch
     from ironlaw.ledger import Decisions
-    from ironlaw.observe.held import Recorded, recording
-    from ironlaw.observe.profile import silent_stderr
+    from ironlaw.observe.profile import Recorded, recording, silent_stderr
     from ironlaw.train.parallel.communication import counted
     from ironlaw.train.parallel.ranks import check, create_mesh
     from ironlaw.train.parallel.step import LayoutStep
