@@ -18,7 +18,7 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.engines.named import engine
 from ironlaw.plan.measured.calibrate import calibrate
 from ironlaw.plan.measured.read import Run, read_runs
-from ironlaw.plan.measured.validate import Prediction, settled
+from ironlaw.plan.measured.validate import evaluate, settled
 
 ONE_NODE = ("vtrain-1node-h1024",)
 NODES = ("vtrain-GPT-3.6B", "vtrain-GPT-18.4B")
@@ -28,7 +28,7 @@ def errors(runs: Sequence[Run], planner: TrainingEngine) -> np.ndarray:
     """Absolute relative errors of the step times."""
     settled_runs = settled([replace(run, engine=planner) for run in runs])
     measured = np.array([run.step_seconds for run in runs], dtype=float)
-    return np.asarray(np.abs(Prediction(settled_runs).step_seconds / measured - 1))
+    return np.asarray(np.abs(evaluate(settled_runs).step_seconds / measured - 1))
 
 
 def draw(runs: Sequence[Run], count: int, seed: int) -> tuple[list[Run], list[Run]]:

@@ -14,7 +14,7 @@ from ironlaw.plan.engines.engine import MEANING
 from ironlaw.plan.engines.named import engine, own_profiles, profile_path
 from ironlaw.plan.measured.calibrate import CONSTANTS, calibrate, save_profile
 from ironlaw.plan.measured.read import Run
-from ironlaw.plan.measured.validate import Prediction
+from ironlaw.plan.measured.validate import evaluate
 from ironlaw.workload.layout import Layout
 
 TRUE = {"host_layer_seconds": 2.0e-3, "matmul_slowdown": 1.35, "network_slowdown": 2.0}
@@ -34,7 +34,7 @@ def made_up(constants: dict[str, float] = TRUE, noise: float = 0.02, count: int 
         job = TrainingJob(model, layout, 2048, 128)
         cluster = parse_cluster(f"{accelerators}xa100-sxm-80gb")
         runs.append(Run(f"r{i}", "g", truth, cluster, "bf16", job, 1.0, None, True, "time", ()))
-    seconds = Prediction(runs).step_seconds
+    seconds = evaluate(runs).step_seconds
     wobble = np.exp(np.random.default_rng(0).normal(0, noise, len(runs)))
     generic = engine("generic")
     return [
@@ -43,7 +43,7 @@ def made_up(constants: dict[str, float] = TRUE, noise: float = 0.02, count: int 
 
 
 def planned_error(runs: list[Run], planner) -> float:
-    seconds = Prediction([replace(run, engine=planner) for run in runs]).step_seconds
+    seconds = evaluate([replace(run, engine=planner) for run in runs]).step_seconds
     return float(np.mean(np.abs(seconds / np.array([run.step_seconds for run in runs]) - 1)))
 
 

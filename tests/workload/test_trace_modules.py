@@ -526,4 +526,4 @@ def test_the_workspace_of_an_lstm_is_onednns(tokens: int, batch: int, inputs: in
     weights = [torch.randn(4 * hidden, *columns) for columns in ((inputs,), (hidden,), (), ())]
     how: Any = (False, [], 2, hidden, 1, True, False, False, True)
     *_, workspace = torch.ops.aten.mkldnn_rnn_layer(x, *weights, state, state.clone(), *how)
-    assert LstmLayer(x, weights[0]).workspace == workspace.numel()
+    assert LstmLayer.of(x, weights[0]).workspace == workspace.numel()

@@ -196,29 +196,35 @@ Phases = list[dict[Phase, float]]  # by pipeline position
 Costs = list[list[CollectiveCost]]
 
 
+@dataclass(frozen=True)
 class StageCosts:
     """Seconds of one stage on one rank."""
 
-    def __init__(self, program: Program, stage: int, machine: MeasuredMachine) -> None:
-        seconds, calls = dict.fromkeys("FIW", 0.0), dict.fromkeys("FIW", 0)
-        for op, count in program.stages[stage].operations():
-            kind = "F" if op.phase is Phase.FORWARD else "W" if op.kernel in WEIGHT_GRADIENTS else "I"
-            seconds[kind] += machine.time(op).seconds * count
-            calls[kind] += count
-        wrapping = _wrapping(program, stage, machine)
-        self.lines = fold(program.operations(stage), machine, program.recipe.compiled)  # for a step
-        for phase, kind, number in ((Phase.FORWARD, "F", calls["F"]), (Phase.BACKWARD, "I", calls["I"] + calls["W"])):
-            seconds[kind] += machine.dispatch_seconds(phase, number, seconds[kind])
-            seconds[kind] += wrapping.get(phase, 0.0)
-            if phase in wrapping:  # booked as dispatch: a run cannot tell this from the host's other work
-                of_step = wrapping[phase] * program.micro_batches
-                self.lines.append(Line(phase, Kind.HOST, "dispatch", count=0, seconds=of_step, bound="overhead"))
-        update = sum(line.seconds or 0.0 for line in self.lines if line.phase is Phase.OPTIMIZER)
-        # Per step: gradients added to those of earlier micro-batches; these and the update.
-        self.accumulate_seconds = sum(line.seconds or 0.0 for line in self.lines if line.operation == "accumulate")
-        self.once_seconds = update + self.accumulate_seconds
-        # Of a micro-batch by kind (`Pass.kind`); "W": gradients that no other stage waits for.
-        self.passes = seconds | {"B": seconds["I"] + seconds["W"]}
+    passes: dict[str, float]  # of a micro-batch by kind (`Pass.kind`); "W": gradients that no other stage waits for
+    once_seconds: float  # per step: the update, and gradients added to those of earlier micro-batches
+    accumulate_seconds: float  # the latter alone
+    lines: list[Line]  # for a step
+
+
+def stage_costs(program: Program, stage: int, machine: MeasuredMachine) -> StageCosts:
+    here, times = program.stages[stage], program.micro_batches
+    seconds, calls = dict.fromkeys("FIW", 0.0), dict.fromkeys("FIW", 0)
+    for op, count in here.operations():
+        weights = op.kernel in WEIGHT_GRADIENTS
+        kind = "F" if op.phase is Phase.FORWARD else "W" if weights else "I"
+        seconds[kind] += machine.time(op).seconds * count
+        calls[kind] += count
+    wrapping = _wrapping(program, stage, machine)
+    lines = fold(program.operations(stage), machine, program.recipe.compiled)
+    for phase, kind, number in ((Phase.FORWARD, "F", calls["F"]), (Phase.BACKWARD, "I", calls["I"] + calls["W"])):
+        seconds[kind] += machine.dispatch_seconds(phase, number, seconds[kind])
+        seconds[kind] += wrapping.get(phase, 0.0)
+        if phase in wrapping:  # booked as dispatch: a run cannot tell this from the host's other work
+            seconds_of_step = wrapping[phase] * times
+            lines.append(Line(phase, Kind.HOST, "dispatch", count=0, seconds=seconds_of_step, bound="overhead"))
+    update = sum(line.seconds or 0.0 for line in lines if line.phase is Phase.OPTIMIZER)
+    added = sum(line.seconds or 0.0 for line in lines if line.operation == "accumulate")
+    return StageCosts(seconds | {"B": seconds["I"] + seconds["W"]}, update + added, added, lines)
 
 
 def _wrapping(program: Program, stage: int, machine: MeasuredMachine) -> dict[Phase, float]:

@@ -34,7 +34,7 @@ from ironlaw.model.parameters import model_parameters
 from ironlaw.plan.memory import Peak, peak_memory
 from ironlaw.plan.offload import Offload, host_of_machine, lines_of, plan_offload
 from ironlaw.plan.recipe import Decision, batch_of, check_supported, choose_attention, recipe_of, within_budget
-from ironlaw.plan.stage_costs import CollectiveCost, StageCosts, alike, fold, pipelined
+from ironlaw.plan.stage_costs import CollectiveCost, alike, fold, pipelined, stage_costs
 from ironlaw.plan.totals import PlannedOn, add_run_totals, add_totals, data_supply, process_memory
 from ironlaw.workload.collectives import aliases_of
 from ironlaw.workload.finetune import ENDS, adapters_of
@@ -303,7 +303,7 @@ def plan_step(
         recipe, kernel = choose_attention(config, recipe, profile)
     program = step(config.model, batch_of(config), layout, recipe)
     program = with_objective(program, config)
-    costs = {stage: StageCosts(program, stage, here) for stage in range(len(program.stages))}
+    costs = {stage: stage_costs(program, stage, here) for stage in range(len(program.stages))}
     offload = _offload(program, here, profile)
     phases, communication = alike(program, costs[0], here) if layout.pp == 1 else pipelined(program, costs, here)
     stages, aliases = [], aliases_of(config.model, layout, batch_of(config), recipe)

@@ -177,16 +177,21 @@ def matrix_elements(shape: tuple[int, ...], rank: int) -> int:
     return thin if 2 * thin < rows * columns else 0
 
 
+@dataclass
 class _Stage:
     """The collectives of one pipeline stage in a step. `together`: ranks that count expert loads together."""
 
-    def __init__(
-        self, model: ModelConfig, layout: Layout, batch: StepBatch, recipe: Recipe, micro_batches: int, stage: int,
-        together: int,
-    ) -> None:  # fmt: skip
-        self.model, self.layout, self.batch, self.recipe = model, layout, batch, recipe
-        self.micro_batches, self.stage, self.together = micro_batches, stage, together
-        self.tokens = layout.micro_batch * batch.tokens // layout.cp
+    model: ModelConfig
+    layout: Layout
+    batch: StepBatch
+    recipe: Recipe
+    micro_batches: int
+    stage: int
+    together: int
+
+    def __post_init__(self) -> None:
+        model, layout, recipe = self.model, self.layout, self.recipe
+        self.tokens = layout.micro_batch * self.batch.tokens // layout.cp
         self.last_stage = layout.pp * layout.virtual_stages - 1
         self.first, self.last = self.stage == 0, self.stage == self.last_stage
         self.layers = layers_of(model.layers, self.last_stage + 1, layout.virtual_stages)[self.stage]

@@ -244,7 +244,7 @@ def _convolution_backward(args: tuple[Any, ...]) -> list[TracedOperation]:
 def _lstm(args: tuple[Any, ...], backward: bool) -> list[TracedOperation]:
     """Returns a layer's product with its whole input, and for each step the product with its state and the cell; or
     the gradients of all these. Products of the steps are a batch, though each waits for the one before."""
-    x, layer = args[0], LstmLayer(*args[:2])
+    x, layer = args[0], LstmLayer.of(*args[:2])
     rows, gates, inputs, hidden = layer.tokens * layer.batch, 4 * layer.hidden, layer.inputs, layer.hidden
 
     def product(kernel: str, m: int, n: int, k: int, batch: int = 1) -> TracedOperation:
@@ -297,7 +297,7 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     if name == "linalg_matrix_exp":  # a scaled copy, five powers of it and five sums of these, of the largest degree
         return (10 if args[0].dim() > 2 else 12) * out.nbytes
     if name.startswith(LSTM_LAYER):
-        layer = LstmLayer(*args[:2])
+        layer = LstmLayer.of(*args[:2])
         return layer.backward_scratch if name.endswith("_backward") else layer.forward_scratch(torch.is_grad_enabled())
     operands = [arg for arg in args[:2] if isinstance(arg, Tensor) and arg.dim() and arg.layout is torch.strided]
     if name.startswith(_IN_ROWS):
@@ -383,6 +383,7 @@ LSTM_LAYER = "mkldnn_rnn_layer"
 """Call of a CPU for one layer and direction of an LSTM."""
 
 
+@dataclass(frozen=True)
 class LstmLayer:
     """Bytes of oneDNN's kernel for one layer and direction of an LSTM (`src/cpu/rnn/rnn_utils` of oneDNN 3.12).
 
@@ -390,10 +391,17 @@ class LstmLayer:
     matrices end on 64 bytes, and on 64 more if they have a multiple of 256 numbers; each part begins at a page.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor) -> None:
-        """`x`: the input (T, B, I); `weight`: that of the input (4 H, I)."""
-        self.tokens, self.batch, self.inputs = x.shape
-        self.hidden, self.itemsize = weight.shape[0] // 4, x.itemsize
+    tokens: int
+    batch: int
+    inputs: int
+    hidden: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor) -> LstmLayer:
+        """Return the sizes of a layer with the input (T, B, I) and the weight (4 H, I)."""
+        tokens, batch, inputs = x.shape
+        return cls(tokens, batch, inputs, weight.shape[0] // 4, x.itemsize)
 
     def _padded(self, row: int, itemsize: int) -> int:
         """Returns the bytes of a row."""

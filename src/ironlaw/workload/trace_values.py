@@ -96,7 +96,7 @@ class TraceMode(FakeTensorMode):
             shapes = [x.shape, *[w.shape for w in weights], *biases, hidden.shape, cell.shape]
             return tuple(self.without_values(shape, torch.float32) for shape in shapes)
         results = self._run_fake(func, types, args, kwargs)[:3]
-        kept = LstmLayer(*args[:2]).workspace if torch.is_grad_enabled() else 0
+        kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.without_values((kept,), torch.uint8)
 
     def _in_memory_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:

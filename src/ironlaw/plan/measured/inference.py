@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,47 +81,29 @@ MEASURES = {
 """Measures, with the kind of their interval, and whether they are in seconds (1) or rates (-1)."""
 
 
+@dataclass(frozen=True)
 class ServingRun:
-    """One row of measured serving. Raises UserError if it cannot be planned. `demands`: those of models seen before."""
+    """One row of measured serving. Lengths in tokens: `inputs` of a prompt, `outputs` of its output; 0: not given."""
 
-    def __init__(self, identity: str, cells: Cells, demands: dict[str, Demand]) -> None:
-        self.id, self.group = identity, cells.text("group") or "all"
-        self.device = _with_threads(cells, _device(cells))
-        said, notes = cells.text("date")[:4], cells.text("notes")
-        self.year = int(said) if said.isdecimal() else LATEST
-        self.engine = engine = _engine(cells, self.year)
-        self.scenario = scenario = cells.needed_text("scenario")
-        self.formats = formats = Formats(
-            cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
-        )
-        demand = _demand(cells, demands)
-        least = _least(demand, self.device, formats)
-        self.layout = layout = _layout(cells, demand.experts > 0, engine.by_layers, least)
-        version = cells.lower("engine_version") if engine.family == "gguf" else ""
-        self.backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
-        rates = rates_of(engine, self.device, formats.weights, self.backend, self.year, demand.experts > 0)
-        system = system_of(demand, self.device, engine, layout, formats, self.backend, rates)
-        self.system = system = _guessing(cells, system)
-        # Tokens of a prompt and of its output; 0: not given.
-        varied = VARIED if "lengths vary" in notes.lower() else 1.0
-        self.inputs, self.outputs = (varied * (cells.measured(f"{name}_tokens") or 0.0) for name in ("input", "output"))
-        # Requests at once per copy of the model; and of the whole run, if no limit is on how many wait.
-        self.concurrency = max(1.0, (cells.measured("concurrency") or 1.0) / layout.replicas)
-        self.queued = _queued(cells) / layout.replicas
-        each = demand.cached_tokens(max(self.inputs + self.outputs, 1.0))
-        room = room_tokens(system, engine.memory_fraction, engine.of_free) / each
-        if scenario == "fixed-concurrency" and self.concurrency > room >= 1:
-            if engine.paged:  # others wait
-                self.concurrency = float(room)
-            elif not cells.text("kv_format"):
-                cells.assumed.append("kv_format = fp8 (requests that ran at once would not fit with 16 bits)")
-                self.system = replace(system, cache_bytes=1.0)
-        # All prompts start at once, as one pass; the time of the output rate includes the prompt.
-        batches = "static batch" in notes.lower() or "whole batch" in notes.lower()
-        self.together = scenario in ("prefill", "decode") or batches
-        self.whole = "prefill is in" in notes.lower() or "includes prefill" in notes.lower()
-        self.measured = {key: value for key in MEASURES if (value := cells.number(key, 0)) is not None}
-        self.suspect, self.assumed = "SUSPECT" in notes, tuple(cells.assumed)
+    id: str
+    group: str
+    scenario: str
+    engine: ServingEngine
+    device: Accelerator
+    system: System
+    layout: ServingLayout
+    formats: Formats
+    year: int
+    backend: str
+    inputs: float
+    outputs: float
+    concurrency: float  # requests at once per copy of the model
+    together: bool  # all prompts start at once, as one pass
+    queued: float  # requests of the whole run, per copy of the model, if no limit is on how many wait
+    whole: bool  # the time of the output rate includes the prompt
+    measured: dict[str, float]
+    suspect: bool
+    assumed: tuple[str, ...]
 
 
 def serving_rows(path: Path) -> list[dict[str, str]] | None:
@@ -138,7 +120,7 @@ def read_serving(rows: Iterable[Row]) -> tuple[list[ServingRun], list[Rejected]]
         cells = Cells(row)
         identity = cells.text("id") or f"line {number}"
         try:
-            runs.append(ServingRun(identity, cells, demands))
+            runs.append(_run(identity, cells, demands))
         except UserError as error:
             rejected.append((identity, cells.text("group"), str(error)))
     return runs, rejected
@@ -173,6 +155,57 @@ def predict(run: ServingRun) -> dict[str, float | None]:
     if found["output_tokens_per_second"] is not None and run.outputs:
         found["requests_per_second"] = found["output_tokens_per_second"] / run.outputs
     return {key: None if value is None or not np.isfinite(value) else float(value) for key, value in found.items()}
+
+
+def _run(identity: str, cells: Cells, demands: dict[str, Demand]) -> ServingRun:
+    device = _with_threads(cells, _device(cells))
+    said = cells.text("date")[:4]
+    year = int(said) if said.isdecimal() else LATEST
+    engine = _engine(cells, year)
+    notes, scenario = cells.text("notes"), cells.needed_text("scenario")
+    formats = Formats(
+        cells.needed_text("weight_format"), cells.text("activation_format"), cells.text("kv_format") or "fp16"
+    )
+    demand = _demand(cells, demands)
+    layout = _layout(cells, demand.experts > 0, engine.by_layers, _least(demand, device, formats))
+    version = cells.lower("engine_version") if engine.family == "gguf" else ""
+    backend = next((name for name in ("vulkan", "hip", "rocm") if name in version), "").replace("rocm", "hip")
+    rates = rates_of(engine, device, formats.weights, backend, year, demand.experts > 0)
+    system = _guessing(cells, system_of(demand, device, engine, layout, formats, backend, rates))
+    varied = VARIED if "lengths vary" in notes.lower() else 1.0
+    inputs, outputs = (varied * (cells.measured(f"{name}_tokens") or 0.0) for name in ("input", "output"))
+    requests = max(1.0, (cells.measured("concurrency") or 1.0) / layout.replicas)
+    room = room_tokens(system, engine.memory_fraction, engine.of_free) / demand.cached_tokens(
+        max(inputs + outputs, 1.0)
+    )
+    if scenario == "fixed-concurrency" and requests > room >= 1:
+        if engine.paged:  # others wait
+            requests = float(room)
+        elif not cells.text("kv_format"):
+            cells.assumed.append("kv_format = fp8 (requests that ran at once would not fit with 16 bits)")
+            system = replace(system, cache_bytes=1.0)
+    together = scenario in ("prefill", "decode") or "static batch" in notes.lower() or "whole batch" in notes.lower()
+    return ServingRun(
+        id=identity,
+        group=cells.text("group") or "all",
+        scenario=scenario,
+        engine=engine,
+        device=device,
+        system=system,
+        layout=layout,
+        formats=formats,
+        year=year,
+        backend=backend,
+        inputs=inputs,
+        outputs=outputs,
+        concurrency=requests,
+        together=together,
+        queued=_queued(cells) / layout.replicas,
+        whole="prefill is in" in notes.lower() or "includes prefill" in notes.lower(),
+        measured={key: value for key in MEASURES if (value := cells.number(key, 0)) is not None},
+        suspect="SUSPECT" in notes,
+        assumed=tuple(cells.assumed),
+    )
 
 
 def _device(cells: Cells) -> Accelerator:

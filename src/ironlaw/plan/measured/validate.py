@@ -32,21 +32,15 @@ from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.plan.measured.read import Alternative, Rejected, Run, read_runs
 
 
+@dataclass(frozen=True)
 class Prediction:
-    """The plans of measured runs: times and memory, one entry per run."""
+    """Planned times and memory, one entry per run."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        # Of the peaks: that of the rank in the engine's log, and that of the fullest rank.
-        self.step_seconds, self.reported_bytes, self.highest_bytes = (np.zeros(len(runs)) for _ in range(3))
-        # Usable by an allocator; dense, in the run's precision.
-        self.limit_bytes, self.peak_flops_per_second = (np.zeros(len(runs)) for _ in range(2))
-        for where, indices in systems_of(runs):
-            candidates = candidates_of_jobs([runs[i].job for i in indices])
-            found = plan_candidates(candidates, where)
-            self.step_seconds[indices], self.highest_bytes[indices] = found.step_seconds, found.peak.total
-            self.reported_bytes[indices] = reported_bytes(candidates, where.engine)
-            self.limit_bytes[indices] = found.limit_bytes
-            self.peak_flops_per_second[indices] = where.hardware.peak(where.precision)
+    step_seconds: Array
+    reported_bytes: Array  # peak of the rank in the engine's log
+    highest_bytes: Array  # peak of the fullest rank
+    limit_bytes: Array  # usable by an allocator
+    peak_flops_per_second: Array  # dense, in the run's precision
 
     @property
     def fits(self) -> np.ndarray:
@@ -78,7 +72,7 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
     rejected = []
     for indices in alike(runs):
         try:
-            Prediction([runs[indices[0]]])
+            evaluate([runs[indices[0]]])
         except UserError as error:
             rejected += [(runs[i].id, runs[i].group, str(error)) for i in indices]
         else:
@@ -154,6 +148,19 @@ def with_alternative(run: Run, other: Alternative) -> Run:
     return replace(run, engine=engine, job=replace(_in_layout(run.job, run.job.every, **other.layout), **other.job))
 
 
+def evaluate(runs: Sequence[Run]) -> Prediction:
+    """Plans every run."""
+    count = len(runs)
+    seconds, reported, highest, limit, peak = (np.zeros(count) for _ in range(5))
+    for where, indices in systems_of(runs):
+        candidates = candidates_of_jobs([runs[i].job for i in indices])
+        found = plan_candidates(candidates, where)
+        seconds[indices], highest[indices], limit[indices] = found.step_seconds, found.peak.total, found.limit_bytes
+        reported[indices] = reported_bytes(candidates, where.engine)
+        peak[indices] = where.hardware.peak(where.precision)
+    return Prediction(seconds, reported, highest, limit, peak)
+
+
 # -- the record -----------------------------------------------------------------------------------------------------
 
 
@@ -190,9 +197,10 @@ def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationReco
     read, unread = read_runs(path, engine)
     known, unknown = plannable(read)
     runs = settled(known)
-    p = Prediction(runs)
+    p = evaluate(runs)
     stated = widened(runs, p.step_seconds, interval("time", runs, p.step_seconds))
-    p.step_seconds, *bounds = mixed(runs, p.step_seconds, stated)
+    seconds, *bounds = mixed(runs, p.step_seconds, stated)
+    p = replace(p, step_seconds=seconds)
     # FLOPs per accelerator; the baseline runs them at one constant fraction of its dense peak.
     flops = of_runs(runs, lambda candidates: candidates.hardware_flops() / candidates.accelerators)
     planned = {
@@ -347,7 +355,7 @@ def widened(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) ->
     low, high = np.log(bounds[0] / planned) ** 2, np.log(bounds[1] / planned) ** 2
     for number in range(max((len(run.alternatives) for run in runs), default=0)):
         index = [i for i, run in enumerate(runs) if len(run.alternatives) > number]
-        seconds = Prediction([with_alternative(runs[i], runs[i].alternatives[number]) for i in index]).step_seconds
+        seconds = evaluate([with_alternative(runs[i], runs[i].alternatives[number]) for i in index]).step_seconds
         swing = np.log(seconds / planned[index]) * [runs[i].alternatives[number].weight for i in index]
         low[index] += np.minimum(swing, 0.0) ** 2
         high[index] += np.maximum(swing, 0.0) ** 2
@@ -365,7 +373,7 @@ def mixed(runs: Sequence[Run], planned: Array, bounds: tuple[Array, Array]) -> t
     if not index:
         return centre, low, high
     formats = sorted({name for i in index for name in runs[i].precisions})
-    logs = [np.log(Prediction([replace(runs[i], precision=name) for i in index]).step_seconds) for name in formats]
+    logs = [np.log(evaluate([replace(runs[i], precision=name) for i in index]).step_seconds) for name in formats]
     share = np.array([[runs[i].precisions.get(name, 0.0) for name in formats] for i in index])
     spreads = np.log(planned[index] / low[index]), np.log(high[index] / planned[index])
     for row, i in enumerate(index):
