@@ -12,7 +12,8 @@ from ironlaw.config import RunConfig
 from ironlaw.explain.energy import energy_use
 from ironlaw.explain.explanation import explain_run
 from ironlaw.explain.gap import subtract_ledgers
-from ironlaw.explain.waterfall import roofline, waterfall
+from ironlaw.explain.roofline import roofline
+from ironlaw.explain.waterfall import waterfall
 from ironlaw.ledger import Estimate, Ledger, Origin
 from ironlaw.machine.profile import Profile
 from ironlaw.report import charts

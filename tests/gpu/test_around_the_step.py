@@ -124,7 +124,8 @@ def test_a_loop_of_ones_own_is_observed(device: torch.device, tmp_path: Path, us
 def test_a_recorded_trace_is_read(device: torch.device, tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile, schedule
 
-    from ironlaw.observe.foreign_trace import read_trace, trace_ledger
+    from ironlaw.observe.foreign_trace import trace_ledger
+    from ironlaw.observe.trace_file import read_trace
 
     model = torch.nn.Linear(2048, 2048, device=device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

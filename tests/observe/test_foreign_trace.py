@@ -10,8 +10,10 @@ import pytest
 
 from ironlaw.errors import UserError
 from ironlaw.ledger import Kind, Ledger, Phase
-from ironlaw.observe.foreign_trace import _by_priority, read_trace, trace_ledger
+from ironlaw.observe import trace_file
+from ironlaw.observe.foreign_trace import _by_priority, trace_ledger
 from ironlaw.observe.timeline import phase_segment
+from ironlaw.observe.trace_file import read_trace
 
 TRACES = Path(__file__).parent / "traces"
 
@@ -75,7 +77,7 @@ def test_stacks_give_the_line_of_a_sync_point() -> None:
 
 def test_reading_in_pieces_is_reading_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = read_trace(TRACES / "cpu_plain.json.gz")
-    monkeypatch.setattr("ironlaw.observe.foreign_trace._CHUNK", 997)
+    monkeypatch.setattr(trace_file, "_CHUNK", 997)
     pieces = read_trace(TRACES / "cpu_plain.json.gz")
     assert pieces.events == whole.events
     plain = tmp_path / "trace.json"  # without compression, and cut off in the middle of an event

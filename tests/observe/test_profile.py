@@ -12,10 +12,11 @@ import torch
 from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Kind, Ledger, Line, Phase
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.energy import EnergyMeter, find_gpu_monitor, processor_throttle_count
+from ironlaw.observe.clock import StepClock, StepTimes
+from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.events import DEVICE, Event
+from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.measured import _dispatch_by_the_clock, typical
-from ironlaw.observe.partition import StepClock, StepTimes
 from ironlaw.observe.profile import PHASE_SCOPE, STEP_SCOPE, _device_lines, _lines, _place
 from ironlaw.observe.spans import BACKWARD_NODE, MODULE_SCOPE, nest
 from ironlaw.plan.step import plan_run

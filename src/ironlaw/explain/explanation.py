@@ -17,7 +17,8 @@ from ironlaw.explain.gap import Gap, GapRow, subtract_ledgers
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.explain.remedies import REMEDIES, find_remedies, situation
 from ironlaw.explain.remedy import Remedy, RemedyKind
-from ironlaw.explain.waterfall import roofline, waterfall
+from ironlaw.explain.roofline import roofline
+from ironlaw.explain.waterfall import waterfall
 from ironlaw.files import read_json_lines, read_text
 from ironlaw.ledger import Ledger, relative_error
 from ironlaw.machine.profile import Profile, load_profile

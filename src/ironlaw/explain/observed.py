@@ -212,7 +212,8 @@ def _add_rates(plan: Ledger, run: Ledger) -> None:
 
 
 def explain_trace(path: Path) -> Explanation:
-    from ironlaw.observe.foreign_trace import read_trace, trace_ledger
+    from ironlaw.observe.foreign_trace import trace_ledger
+    from ironlaw.observe.trace_file import read_trace
 
     run = trace_ledger(read_trace(path))
     plan = Ledger("plan", facts={"model": run.facts["model"]})

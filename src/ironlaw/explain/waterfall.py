@@ -6,10 +6,6 @@
 
 Every operation is cut once: the time its FLOPs take at peak, what its shape costs on top (planned from measured
 curves), and what it took beyond its plan. So the steps sum to the measured step exactly; the last one is what is left.
-
-A roofline places operations under the two ceilings of the machine, arithmetic and memory traffic: FLOPs per byte of
-least traffic (the plan knows both exactly) against the FLOP/s that were measured. Operations without FLOPs are listed
-with the bandwidth that they attain.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ironlaw.explain.gap import RECOMPUTED_SUFFIXES, Gap, reconcile
+from ironlaw.explain.gap import RECOMPUTED_SUFFIXES, Gap
 from ironlaw.ledger import Kind, Ledger, Phase, summed
 
 # name -> what it means; in the order of the descent.
@@ -128,30 +124,3 @@ def _add(drop: Drop, name: str, seconds: float | None, measured: bool) -> None:
     drop.measured = measured if drop.seconds is None else drop.measured and measured
     drop.seconds = (drop.seconds or 0.0) + seconds
     drop.operations[name] = drop.operations.get(name, 0.0) + seconds
-
-
-def roofline(plan: Ledger, run: Ledger) -> dict[str, Any] | None:
-    """Returns None if the plan has no ceilings or the run no timed operations."""
-    peak, copy = plan.facts.get("matmul_peak_flops_per_second"), plan.facts.get("copy_bytes_per_second")
-    if not peak or not copy or not run.lines:
-        return None
-    seconds = summed(reconcile(run)[0].lines, lambda line: line.key)
-    points, streams = [], []
-    for line in plan.lines:
-        took = seconds.get(line.key)
-        if not took or not line.bytes_moved:
-            continue
-        point = {
-            "name": line.operation, "phase": str(line.phase), "kind": str(line.kind), "seconds": took,
-            "bytes_per_second": line.bytes_moved / took,
-        }  # fmt: skip
-        if line.flops:
-            points.append(point | {"intensity": line.flops / line.bytes_moved, "flops_per_second": line.flops / took})
-        else:
-            streams.append(point)
-    if not points:
-        return None
-    return {
-        "peak_flops_per_second": peak, "copy_bytes_per_second": copy, "ridge": peak / copy,
-        "points": sorted(points, key=lambda p: -p["seconds"]), "streams": sorted(streams, key=lambda p: -p["seconds"]),
-    }  # fmt: skip

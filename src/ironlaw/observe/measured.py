@@ -14,7 +14,7 @@ from torch import nn
 from ironlaw.ledger import Estimate, Kind, Ledger, Line, MemoryLine, Origin, Phase, merge_unnamed
 from ironlaw.machine.interference import slowed
 from ironlaw.model.linear import local_part
-from ironlaw.observe.partition import StepTimes
+from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.profile import StepProfile
 from ironlaw.workload.optimizers import OptimizerName
 from ironlaw.workload.trace_kernels import storages, tensors

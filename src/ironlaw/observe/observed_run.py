@@ -15,10 +15,10 @@ from torch import nn
 from ironlaw.errors import UserError
 from ironlaw.files import write_json, write_text
 from ironlaw.ledger import STEP_PHASES, Estimate, Ledger, Origin, Phase
+from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.habits import LOOKED_AT
 from ironlaw.observe.measured import add_memory, add_steps, typical, warmup_steps
 from ironlaw.observe.module_profile import ModuleProfile
-from ironlaw.observe.partition import StepTimes
 from ironlaw.observe.trials import attention_seconds, fused_calls, score_products
 from ironlaw.workload.module_source import Input
 

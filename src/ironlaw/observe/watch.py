@@ -37,7 +37,8 @@ from ironlaw.machine import host, interference
 from ironlaw.machine.host import OtherLoad
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile, load_profile
-from ironlaw.observe.energy import EnergyMeter, find_gpu_monitor, processor_throttle_count
+from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.gpu_monitor import find_gpu_monitor, processor_throttle_count
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.hooks import listening
 from ironlaw.observe.inputs import unwrapped
@@ -47,13 +48,7 @@ from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
 from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.sampler import StepGrowth
-from ironlaw.observe.trials import (
-    head_size,
-    misaligned_weights,
-    odd_sizes,
-    thread_gain,
-    time_fused_update,
-)
+from ironlaw.observe.trials import head_size, misaligned_weights, odd_sizes, thread_gain, time_fused_update
 from ironlaw.package import __version__
 
 MAX_PROFILED = 1000  # steps

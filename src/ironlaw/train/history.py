@@ -23,8 +23,8 @@ from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.errors import reported
 from ironlaw.ledger import Ledger, Phase
+from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
-from ironlaw.observe.partition import StepTimes
 from ironlaw.observe.profile import StepProfile
 from ironlaw.train.jsonl import JsonLines, append_line, read_lines
 from ironlaw.train.run_directory import RunDirectory

@@ -28,9 +28,10 @@ from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.energy import EnergyMeter, find_gpu_monitor
+from ironlaw.observe.clock import StepClock, StepTimes
+from ironlaw.observe.energy import EnergyMeter
+from ironlaw.observe.gpu_monitor import find_gpu_monitor
 from ironlaw.observe.measured import Observations, warmup_steps
-from ironlaw.observe.partition import StepClock, StepTimes
 from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profiled, read_profile, scope
 from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint

@@ -17,8 +17,8 @@ from ironlaw.config import LayoutConfig
 from ironlaw.cores import usable_threads
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
+from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import Observations
-from ironlaw.observe.partition import StepClock
 from ironlaw.observe.profile import StepProfile
 
 Result = TypeVar("Result")

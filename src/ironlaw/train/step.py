@@ -21,8 +21,8 @@ from ironlaw.ledger import Decisions, Phase
 from ironlaw.model.linear import use_onednn
 from ironlaw.model.moe import ExpertLoad, update_routing
 from ironlaw.model.transformer import Transformer, use_native_attention
+from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import held_bytes, tree_bytes
-from ironlaw.observe.partition import StepClock
 from ironlaw.observe.profile import PHASE_SCOPE, scope
 from ironlaw.observe.spans import MODULE_SCOPE
 from ironlaw.observe.trials import misaligned_weights, odd_sizes

@@ -36,7 +36,7 @@ from ironlaw.machine.profile import load_profile
 from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
-from ironlaw.observe.partition import StepClock
+from ironlaw.observe.clock import StepClock
 from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
 from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session

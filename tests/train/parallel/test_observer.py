@@ -9,7 +9,7 @@ import pytest
 
 from ironlaw.explain.ranks import ranks_document
 from ironlaw.ledger import Kind, Ledger, Line, Phase
-from ironlaw.observe.partition import StepClock
+from ironlaw.observe.clock import StepClock
 from ironlaw.train.parallel.observer import OTHER, RankObserver, merge
 
 

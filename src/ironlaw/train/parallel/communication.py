@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ironlaw.observe.partition import StepClock
+from ironlaw.observe.clock import StepClock
 from ironlaw.observe.profile import COMMUNICATION_SCOPE, scope
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.workload.collectives import Sent

@@ -19,9 +19,9 @@ import numpy as np
 
 from ironlaw.config import RunConfig
 from ironlaw.ledger import STEP_PHASES, Estimate, Key, Kind, Ledger, Line, Origin, Phase
+from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.events import recorded_allocations
 from ironlaw.observe.measured import Observations, typical
-from ironlaw.observe.partition import StepClock, StepTimes
 from ironlaw.observe.profile import Recorded, StepProfile
 from ironlaw.train.mesh import Observer
 from ironlaw.train.parallel.communication import Traffic, observed
