@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from ironlaw.train.checkpoint import Checkpoint, Stateful, Store, WholeFiles
 from ironlaw.train.mesh import Mesh
 from ironlaw.train.run_directory import RunDirectory
 
-NICENESS = 10
+NICENESS = 10  # on CPU runs the writer shares cores with training, which takes precedence
 
 
 class Checkpointer:
@@ -63,7 +63,6 @@ class Checkpointer:
         self.failure: str | None = None  # why the latest one was not written
         self.copied_bytes = 0  # of the latest copy
         self._taken: tuple[dict[str, Any], Any] | None = None  # index fields and tensors to write
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
         self._writing: Future[None] | None = None
 
     def take(
@@ -87,7 +86,9 @@ class Checkpointer:
     def write(self) -> None:
         """Start writing the last copy, if there is one."""
         if self._taken is not None:
-            self._writing, self._taken = self._thread.submit(self._write, *self._taken), None
+            self._writing, taken, self._taken = Future(), self._taken, None
+            # A daemon: a write to a disk that hangs, or with a rank that has died, must not keep the process alive.
+            threading.Thread(target=self._run, name="checkpoint", args=(self._writing, *taken), daemon=True).start()
 
     def wait(self) -> None:
         """Wait for the write in progress, if any. Raises a programming error of the thread."""
@@ -102,6 +103,15 @@ class Checkpointer:
             raise UserError(f"{self.failure}; run again with --resume")
 
     # -- in the thread ---------------------------------------------------------------------------------------
+
+    def _run(self, writing: Future[None], about: dict[str, Any], taken: Any) -> None:
+        with suppress(OSError):  # on Linux the priority is the thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._write(about, taken)
+            writing.set_result(None)
+        except BaseException as error:  # raised in `wait`: a thread's own traceback would only be printed
+            writing.set_exception(error)
 
     def _write(self, about: dict[str, Any], taken: Any) -> None:
         """Create the folder, write the files and the index, rename. All ranks complete each stage or all give up."""
@@ -181,12 +191,6 @@ class Checkpointer:
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _give_way() -> None:
-    """Let training, which shares the cores on a CPU, take precedence over this thread."""
-    with suppress(OSError):  # on Linux the priority is the thread's own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _validation_loss(path: Path) -> float | None:
