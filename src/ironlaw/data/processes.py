@@ -140,8 +140,9 @@ class ProcessBatches:
     def _from(self, step: int) -> Generator[Made, None, None]:
         firsts = itertools.count(step, self._depth)
         with ProcessPool(self._processes, "data.loader_processes", self._opener) as pool:
-            submit = lambda first: pool.submit(_make_batches, first, self._depth)  # noqa: E731
-            for _, made in in_order(firsts, submit, self._processes):
+            for _, made in in_order(
+                firsts, lambda first: pool.submit(_make_batches, first, self._depth), self._processes
+            ):
                 yield from made
 
     def close(self) -> None:

@@ -248,7 +248,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    """As `train/run_directory.py` writes them: what is not finite is text, what is not known is null."""
+    """As `train/jsonl.py` writes them: what is not finite is text, what is not known is null."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number or value is None or value in ("nan", "inf", "-inf")
 
