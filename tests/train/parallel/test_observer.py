@@ -53,7 +53,7 @@ def test_explained_beside_the_plan() -> None:
 
 def test_waiting_inside_a_phase_is_not_that_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("ironlaw.observe.partition.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("ironlaw.observe.clock.time", SimpleNamespace(perf_counter=lambda: now[0]))
     clock = StepClock()
     with clock.step() as times, clock.phase(Phase.HOST):
         with clock.phase(Phase.FORWARD):
