@@ -38,14 +38,14 @@ import torch
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine.profile import Profile
-from ironlaw.train import checkpoint, run_directory
+from ironlaw.train import checkpoint, jsonl
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.session import run_training
 
 STEPS = 60
 Kill = dict[str, Any]  # kind, and its numbers
 CALLS: tuple[tuple[Any, str], ...] = (
-    (os, "fsync"), (os, "ftruncate"), (run_directory.os, "pwrite"), (pathlib.Path, "rename"), (pathlib.Path, "replace"),
+    (os, "fsync"), (os, "ftruncate"), (jsonl.os, "pwrite"), (pathlib.Path, "rename"), (pathlib.Path, "replace"),
     (pathlib.Path, "mkdir"), (shutil, "rmtree"), (checkpoint, "save_file"), (torch, "save"),
 )  # fmt: skip
 
