@@ -12,12 +12,11 @@ device. `[taken]` maps aliases to devices, with the reason if there was a choice
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from ironlaw.catalog.figures import DATA, read_toml, stems
+from ironlaw.catalog.figures import read_toml, stems
 
 FOLDER = "devices"
 COLUMNS = {
@@ -109,5 +108,4 @@ def aliases() -> dict[str, tuple[str, str]]:
 
 
 def _files() -> Iterator[dict[str, Any]]:
-    """Parse each file, to be dropped: a plan needs no more of them than the aliases."""
-    return (tomllib.loads((DATA / FOLDER / f"{stem}.toml").read_text("utf-8")) for stem in stems(FOLDER))
+    return (read_toml(FOLDER, f"{stem}.toml") for stem in stems(FOLDER))

@@ -162,7 +162,6 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
     json: Json = False,
 ) -> None:
-
     from ironlaw.report.serving_view import load_view
     from ironlaw.serve import load
     from ironlaw.train.run_directory import complete_or_nothing

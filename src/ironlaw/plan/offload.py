@@ -3,7 +3,7 @@
 Activations: those of every block but the last are sent during the forward pass of the next block and return during the
 backward pass of the block after it; two blocks' are on the device at a time (`train/offload.py` bounds it by bytes).
 Optimizer state: gradients go to the host, the CPU updates, and weights come back, bucket by bucket, so that the
-slowest of the three sets the time (`train/optimizer.py`). Options and rates are those of the cluster planner.
+slowest of the three sets the time (`train/host_optimizer.py`). Options and rates are those of the cluster planner.
 """
 
 from __future__ import annotations
