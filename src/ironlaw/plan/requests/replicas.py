@@ -25,7 +25,7 @@ from ironlaw.plan.request_types import (
     assume_missing,
     settle,
 )
-from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
+from ironlaw.plan.requests.hardware import assumed_links, parse_hardware
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.workload.layout import Layout
@@ -81,7 +81,7 @@ def parse_replicas(on: str, options: Options) -> tuple[Cluster | None, Layout | 
     if on == ANY:
         raise UserError("hardware is sought for decoders alone: add --on 8xh100-sxm-80gb")
     cluster, layout, assumed = parse_hardware(on, options)
-    assumed += assumed_network(cluster)
+    assumed += assumed_links(cluster)
     if layout is None:
         return cluster, None, assumed
     plain = Layout(dp=layout.dp, zero=layout.zero, shard=layout.shard, accumulation=layout.accumulation)
@@ -157,7 +157,7 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
         if fits(ledger):
             break
     ledger.facts["layout"] = str(Layout(dp=cluster.count, zero=zero, recompute=Recompute.parse(mode)))
-    assumed += assumed_network(cluster)
+    assumed += assumed_links(cluster)
     if cluster.count > 1:
         assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
     if not requested.has_file:
