@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -206,12 +207,11 @@ class Work:
 
 def tokens_of(text: str) -> float:
     """Parses a number of tokens: `1T`, `500B`, `2e12`, `1,000,000`. Raises UserError for other text."""
-    match = _QUANTITY.match(text.strip())
-    if match is None:
-        raise UserError(f"--tokens '{text}' is not a number of tokens: write for example 1T, 500B or 2e12")
-    number = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()]
+    match, number = _QUANTITY.match(text.strip()), 0.0
+    with suppress(ValueError):
+        number = units.parse_number(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if not 1 <= number < 1e18:
-        raise UserError(f"--tokens {text} is not a possible number of tokens: write for example 1T, 500B or 2e12")
+        raise UserError(f"--tokens '{text}' is not a possible number of tokens: write for example 1T, 500B or 2e12")
     return number
 
 
