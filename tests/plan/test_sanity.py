@@ -20,6 +20,7 @@ from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import fabric_of, system_of
 from ironlaw.plan.engines.named import engine, engines
 from ironlaw.plan.requests.hardware import assumed_links
+from ironlaw.workload.layout import parse_layout
 
 CASES = [
     ("llama3-8b", "64xh100-sxm-80gb", "nemo", "bf16", 8192, 256),
@@ -231,3 +232,12 @@ def test_links_whose_constants_are_assumed_are_named():
     links = {name: system_of(parse_cluster(name), engine("nemo"), "fp16") for name in ("4xv100-sxm-32gb", "4xl40s")}
     named = {name: "collectives" in str(where.hardware.efficiency.assumptions()) for name, where in links.items()}
     assert named == {"4xv100-sxm-32gb": True, "4xl40s": False}
+
+
+def test_the_same_compute_hides_transfers_once():
+    """Each hid behind all of it, sharded ones and those among copies: then faster products made a step longer."""
+    model, cluster, one = ModelConfig.named("mixtral-8x22b"), parse_cluster("8xmi300x"), "dp=4 zero=2 shard=2 pp=2"
+    candidates = candidates_of(model, [parse_layout(one)], sequence=512, global_batch=4)
+    systems = (system_of(cluster, engine("generic"), precision) for precision in ("fp32", "tf32"))
+    slow, fast = (plan_candidates(candidates, where).times.step_seconds[0] for where in systems)
+    assert fast <= slow

@@ -114,7 +114,8 @@ class _Layer:
         self.cp_exposed = exposed(sent, candidates, kind, attention, engine.cp_hidden)
         # Device seconds of both passes, without waiting for sharded weights and offloaded activations.
         self.device = forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
-        self.fsdp_exposed = _sharded(costs, candidates, engine, slow["dp"], self.device)
+        self.fsdp_exposed, fsdp_hidden = _sharded(costs, candidates, engine, slow["dp"], self.device)
+        self.free = self.device - fsdp_hidden  # device seconds that can hide further transfers
         # Activations move to the host during the next block's forward pass, and back during its backward pass.
         self.offloaded = np.maximum(costs.host_layer - forward, 0.0)
         self.offloaded = self.offloaded + np.maximum(costs.host_layer - self.backward - self.again, 0.0)
@@ -123,8 +124,11 @@ class _Layer:
         self.first_half = forward + self.tp_exposed / passes + self.cp_exposed / cp_passes + self.ep_exposed / passes
 
 
-def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
-    """Returns the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
+def _sharded(
+    costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array
+) -> tuple[Array, Array]:
+    """Returns the transfer seconds of a layer's sharded weights and gradients: those exposed, and those that its own
+    device time hides.
 
     ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
@@ -132,7 +136,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, s
     ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
     travel = travel + 3 * engine.gather_rank_seconds * ranks
     left = np.maximum(travel - engine.fsdp_hidden * device, travel * (1 - engine.fsdp_hidden))
-    return np.asarray(np.maximum(left, 0.0))
+    return left, travel - left
 
 
 def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
@@ -192,8 +196,10 @@ class Times:
         window = busiest * (layer.backward + layer.again)  # the last micro-batch's backward hides gradient reduction
         reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
         # Gradients over data parallel ranks, once per step, and weights after the update.
-        self.reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
-        self.gather_exposed = gather - np.minimum(engine.dp_hidden * gather, busiest * layer.forward)
+        reduce_hidden = np.minimum(np.minimum(engine.dp_hidden * reduce, window), busiest * layer.free)
+        free = busiest * layer.free - np.where(micro_batches > 1, 0.0, reduce_hidden)  # one micro-batch hides both
+        gather_hidden = np.minimum(np.minimum(engine.dp_hidden * gather, busiest * layer.forward), free)
+        self.reduce_exposed, self.gather_exposed = reduce - reduce_hidden, gather - gather_hidden
         # Gradients move to the host during the last backward pass; weights return while others are still updated.
         offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
         self.offload_exposed = m * layer.offloaded + offload_step
