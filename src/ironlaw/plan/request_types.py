@@ -18,7 +18,7 @@ from typing import Any
 
 from ironlaw import units
 from ironlaw.catalog.accelerators import alias_of
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
@@ -234,6 +234,17 @@ def settle(model: ModelConfig, options: Options, accelerators: int, config: RunC
         return Work(sequence, batch, config.train.steps, assumed)
     tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
     return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
+
+
+def with_work(config: RunConfig, work: Work, options: Options, **train: int) -> RunConfig:
+    """Returns the config of a run that does the work, under the options; `train` has further keys of its table."""
+    document = config.model_dump(exclude_none=True)
+    document["train"] |= {
+        "sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps,
+        "precision": options.precision or config.train.precision, **train,
+    }  # fmt: skip
+    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
+    return build_config(document, where="the options")
 
 
 def _usual_sequence(model: ModelConfig, assumed: list[Assumption]) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
-from ironlaw.config import RunConfig, build_config
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import add_costs, run_seconds
@@ -24,6 +24,7 @@ from ironlaw.plan.request_types import (
     RequestedModel,
     assume_missing,
     settle,
+    with_work,
 )
 from ironlaw.plan.requests.hardware import assumed_links, parse_hardware
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
@@ -203,13 +204,7 @@ def adapter_config(requested: RequestedModel, options: Options, replicas: int) -
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
-    document = config.model_dump(exclude_none=True)
-    document["train"] |= {
-        "sequence": work.sequence, "global_batch": whole, "micro_batch": min(micro, whole // replicas),
-        "steps": work.steps, "precision": options.precision or train.precision,
-    }  # fmt: skip
-    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
-    return build_config(document, where="the options"), assumed
+    return with_work(config, work, options, micro_batch=min(micro, whole // replicas)), assumed
 
 
 def _ledger(config: RunConfig, cluster: Cluster, zero: int) -> Ledger:
