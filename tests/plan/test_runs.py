@@ -117,7 +117,10 @@ def test_networks_as_people_describe_them(text, gigabytes, fabric):
     assert found.fabric == fabric
 
 
-@pytest.mark.parametrize("text", ["-400 Gb/s IB", "8x -400G RoCE", "1e999 Gb/s IB", "0 Gb/s IB", "0x 400G IB", "-2:1"])
+@pytest.mark.parametrize("text", [
+    "-400 Gb/s IB", "8x -400G RoCE", "1e999 Gb/s IB", "0 Gb/s IB", "0x 400G IB", "-2:1", "1,6 Tb/s IB",
+    "8x 200 Gb/s RoCE, 1,5:1",
+])  # fmt: skip
 def test_a_figure_that_no_network_has_is_refused(text):
     with pytest.raises(UserError, match="network"):
         described_node(node("dgx-h100"), text)

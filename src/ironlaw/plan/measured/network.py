@@ -132,6 +132,8 @@ def described_node(usual: Node, interconnect: str) -> tuple[Node, str]:
         raise UserError(f"network '{shortened(interconnect)}' is too long: write for example 8x 200 Gb/s RoCE")
     text = _DENIED.sub(" ", re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", interconnect))
     text = re.sub(r"(?<=\d)\s?[x×*](?=\s*\w)", "x ", text)  # `4xHDR` means four HDR ports
+    if re.search(r"\d,\d+\s*(?:[TGM]i?b|:)", text, re.IGNORECASE):
+        raise UserError(f"network '{interconnect}': write a point before decimals, as in 1.6 Tb/s")
     if _SIGN.search(text):
         raise UserError(f"network '{interconnect}': a count or a rate is above 0")
     for ratio in _RATIO.findall(text):
