@@ -45,10 +45,24 @@ def test_seconds_in_the_unit_a_person_would_use(value: float | None, text: str) 
     assert units.seconds(value) == text
 
 
+@pytest.mark.parametrize(
+    ("text", "value"), [("1,536", 1536), ("1,000,000.5", 1000000.5), ("2e12", 2e12), ("1_000", 1000)]
+)
+def test_numbers(text: str, value: float) -> None:
+    assert units.parse_number(text) == value
+
+
+@pytest.mark.parametrize("text", ["1,5", "1,00,000", "1.5,000", ",5", "", "lots"])
+def test_what_is_no_number(text: str) -> None:
+    with pytest.raises(ValueError):
+        units.parse_number(text)
+
+
 def test_the_others() -> None:
     assert units.rate(2e9, "B") == "2.00 GB/s"
     assert units.rate(None, "B") == units.energy(None) == units.count(None) == units.percent(None) == "–"
     assert units.signed_percent(None) == "–"
+    assert (units.tokens(999_999), units.dollars(999_999), units.mass(999.9)) == ("1.00M", "$1.00M", "1.00 t")
     assert units.energy(1800) == "0.500 Wh"
     assert units.energy(7200) == "2.00 Wh"
     assert units.count(1234567) == "1,234,567"

@@ -1,12 +1,14 @@
-"""Printing quantities for people. Everything inside Ironlaw is SI: seconds, bytes, FLOPs, joules."""
+"""Parsing and printing quantities for people. Everything inside Ironlaw is SI: seconds, bytes, FLOPs, joules."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 _DECIMAL = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+_SHORT = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 NOT_KNOWN = "–"
 
 
@@ -52,14 +54,18 @@ def _significant(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, decimals)}f}"
 
 
+def _scaled(value: float, factors: Sequence[tuple[float, str]]) -> tuple[str, str]:
+    """Return the digits in the largest unit that the printed value reaches, and its name; "" if it reaches none."""
+    factor, name = next((pair for pair in factors if abs(_rounded(value)) >= pair[0]), (1.0, ""))
+    return _significant(value / factor), name
+
+
 def si(value: float | None, unit: str = "") -> str:
     """`si(3.2e12, "FLOP")` is "3.20 TFLOP"."""
     if value is None:
         return NOT_KNOWN
-    for factor, prefix in _DECIMAL:
-        if abs(_rounded(value)) >= factor:
-            return f"{_significant(value / factor)} {prefix}{unit}".rstrip()
-    return f"{_significant(value)} {unit}".rstrip()
+    digits, prefix = _scaled(value, _DECIMAL)
+    return f"{digits} {prefix}{unit}".rstrip()
 
 
 def bytes_(value: float | None) -> str:
@@ -113,27 +119,21 @@ def dollars(value: float | None) -> str:
     """Format US dollars: with cents from 1 to 1,000, else with three significant digits and k, M or B."""
     if value is None:
         return NOT_KNOWN
-    for factor, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"${_significant(value / factor)}{suffix}"
-    return f"${value:.2f}" if abs(value) >= 1 else f"${_significant(value)}"
+    digits, suffix = _scaled(value, _SHORT)
+    return f"${digits}{suffix}" if suffix or abs(value) < 1 else f"${value:.2f}"
 
 
 def mass(kilograms: float | None) -> str:
     """Format in grams below 1 kg, in tonnes from 1,000 kg."""
     if kilograms is None:
         return NOT_KNOWN
-    for factor, unit in ((1e3, "t"), (1.0, "kg")):
-        if abs(kilograms) >= factor:
-            return f"{_significant(kilograms / factor)} {unit}"
-    return f"{_significant(kilograms * 1000)} g"
+    digits, unit = _scaled(1000 * kilograms, ((1e6, "t"), (1e3, "kg")))
+    return f"{digits} {unit or 'g'}"
 
 
 def tokens(value: float | None) -> str:
     """Format a token count as in the literature: 1.00T, 500B."""
     if value is None:
         return NOT_KNOWN
-    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= factor:
-            return f"{_significant(value / factor)}{suffix}"
-    return f"{value:.0f}"
+    digits, suffix = _scaled(value, _SHORT)
+    return digits + suffix if suffix else f"{value:.0f}"

@@ -281,10 +281,8 @@ def _ranking_of_groups(record: ValidationRecord) -> dict[str, Any]:
 
 
 def _choices(n: int, regrets: list[float], worst: float, correlations: list[float]) -> dict[str, Any]:
-    if not n:
-        return {"n": 0, "mean": None, "worst": None, "rank_correlation": None}
-    mean, correlation = float(np.mean(regrets)), float(np.mean(correlations))
-    return {"n": n, "mean": mean, "worst": worst, "rank_correlation": correlation}
+    mean, correlation = (float(np.mean(values)) if n else None for values in (regrets, correlations))
+    return {"n": n, "mean": mean, "worst": worst if n else None, "rank_correlation": correlation}
 
 
 def same_work(runs: Sequence[Run], index: Iterable[int]) -> dict[tuple[Any, ...], list[int]]:
