@@ -179,7 +179,9 @@ def plan_cluster(request: ClusterRequest, layout: Layout) -> ClusterPlan:
         model, sequence=request.sequence, global_batch=request.global_batch, accelerators=request.cluster.count
     )
     if layout.cp > 1 and layout.cp_kind is None:
-        layout = replace(layout, cp_kind=own_kind(model, layout, where.engine, request.sequence))
+        windowed = model.sliding_window is not None and model.sliding_window < request.sequence
+        able = usable_kinds(model, request.sequence, layout.cp, layout.tp, where.engine.cp_kinds)
+        layout = replace(layout, cp_kind=able[0] if able else default_kind(where.engine, windowed))
     run = None
     if not where.engine.fused:
         if reason := not_trained_here(layout, model, request.precision, request.optimizer):
@@ -243,13 +245,6 @@ def _walked(
     peak = replace(outcome.peak, total=total, stage=np.array([position]))
     seconds = under_pressure(outcome.times.step_seconds, total, request.system)
     return replace(outcome, peak=peak, step_seconds=seconds), highest.lines(notes), f"stage {position}, {highest.where}"
-
-
-def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequence: int) -> str:
-    """Returns the engine's first kind of context parallel attention that can run."""
-    windowed = model.sliding_window is not None and model.sliding_window < sequence
-    able = usable_kinds(model, sequence, layout.cp, layout.tp, engine.cp_kinds)
-    return able[0] if able else default_kind(engine, windowed)
 
 
 def _fastest_mode(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:

@@ -372,7 +372,7 @@ def _ends(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
 def _state(candidates: Candidates, system: ClusterSystem) -> dict[str, Array]:
     """Returns the seconds of reducing gradients, gathering weights and updating them."""
     engine, states = system.engine, shared_states(candidates, system)
-    gradient, wide = engine.gradient_communication_bytes, engine.sent_weight_bytes
+    gradient, wide = engine.gradient_communication_bytes, 4.0 if engine.autocast else engine.storage.gather_bytes
 
     def sent(kind: str, size: float, *, layer: bool = False, by_all: bool = False) -> Array:
         parts = ((s.layer if layer else s.held, s.replicas if by_all else s.sharing, s.inside) for s in states)

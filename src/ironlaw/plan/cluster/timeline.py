@@ -31,8 +31,6 @@ from ironlaw.plan.engines.engine import TrainingEngine
 RIVALRY = 6.0
 """Exponent of the norm that replaces max(device, host): where both are close, each sometimes waits for the other."""
 
-TINY = 1e-12  # seconds, in place of none of a stage without blocks
-
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Share of a block's launches that Megatron's scale, mask and softmax add when run separately (about 6 kernels to 25).
 The fused kernel takes four rows of scores at a time: heads x sequences of a rank must be a multiple of four."""
@@ -198,7 +196,7 @@ class Times:
         self.bubble = others * shares
         # The last micro-batch's backward hides gradient reduction, the first one's forward the gathering of weights,
         # also while the device waits for launches.
-        hiding = busiest * (elapsed / np.maximum(blocks, TINY))[row]
+        hiding = (count * elapsed / np.where(count > 0, blocks, 1.0))[row]
         window, free = hiding * (layer.backward + layer.again), hiding * layer.free
         # Gradients over data parallel ranks, once per step, and weights after the update.
         reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]

@@ -118,11 +118,6 @@ class TrainingEngine(Conventions):
         return 4.0 if self.autocast else self.element_bytes
 
     @property
-    def sent_weight_bytes(self) -> float:
-        """Bytes sent per weight when data parallel ranks gather it."""
-        return 4.0 if self.autocast else self.storage.gather_bytes
-
-    @property
     def repeats_attention_alone(self) -> bool:
         """Whether selective recomputation repeats attention alone, as in Megatron; else cheap operations and others."""
         return self.fused and self.selective_matmul_share == 0

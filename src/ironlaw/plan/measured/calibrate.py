@@ -140,7 +140,10 @@ def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = Non
     if len(known) < MIN_RUNS:
         why = f"; {rejected[0][2]}" if rejected else ""
         raise UserError(f"{len(known)} runs with a step time that can be planned: {MIN_RUNS} or more are needed{why}")
-    engine = start or the_engine(known)
+    names = sorted({run.engine.name for run in known})
+    if start is None and len(names) > 1:  # one calibration cannot fit the constants of several
+        raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
+    engine = start or known[0].engine
     known = settled([replace(run, engine=engine) for run in known])
     problem = _Problem(known, engine)
     x = np.zeros(len(CONSTANTS))
@@ -174,14 +177,6 @@ def calibrate(runs: Sequence[Run], name: str, start: TrainingEngine | None = Non
         improved=improved,
         start=engine.name,
     )
-
-
-def the_engine(runs: Sequence[Run]) -> TrainingEngine:
-    """Returns the engine of all runs. Raises UserError for several: one calibration cannot fit the constants of two."""
-    names = sorted({run.engine.name for run in runs})
-    if len(names) > 1:
-        raise UserError(f"the runs belong to several engines ({', '.join(names)}): give one of them with --from")
-    return runs[0].engine
 
 
 def _robust_mean(errors: Array) -> float:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ironlaw.catalog.accelerators import accelerator, accelerator_names
-from ironlaw.catalog.nodes import Cluster, Node, node
+from ironlaw.catalog.nodes import Cluster, node
 from ironlaw.errors import UserError
 from ironlaw.plan.budget import hourly_rent
 from ironlaw.plan.request_types import ANY, Limits, Options, PlanOutcome, RequestedModel, settle
@@ -204,7 +204,9 @@ def _offers(run: _Decoder | _Adapters, kinds: list[Cluster], ruled_out: Counter[
         if beaten or (limits.rent_usd is not None and least_usd > limits.rent_usd):
             ruled_out["dearer at any speed"] += 1
             continue
-        most = run.most if len(kinds) == 1 else min(run.most, _max_joined(kind.node))
+        most, of = run.most, kind.node
+        if len(kinds) > 1 and not of.network_bytes_per_second:  # those of one node
+            most = min(most, max(of.accelerators, of.scale_up_accelerators))
         best = _best(_numbers(run, kind, alone, usd_per_hour, most), limits)
         if best is None:
             ruled_out["too slow, too dear or too small"] += 1
@@ -233,11 +235,6 @@ def _best(offers: Iterator[Offer], limits: Limits) -> Offer | None:
         elif rises and (best is not None or not limits.allow(0.0, offer.rent_usd)):
             break
     return best
-
-
-def _max_joined(of: Node) -> int:
-    """Returns how many accelerators a search may join: those of one node where its network is not known."""
-    return MAX_ACCELERATORS if of.network_bytes_per_second else max(of.accelerators, of.scale_up_accelerators)
 
 
 def _numbers(run: _Decoder | _Adapters, kind: Cluster, alone: float, usd_per_hour: float, most: int) -> Iterator[Offer]:

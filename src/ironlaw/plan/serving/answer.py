@@ -269,7 +269,7 @@ def _formats(options: Options, assumed: list[Assumption], searched: bool) -> lis
     if searched:
         assumed.append(Assumption("weights", "bf16 or fp8", "both tried; fp8 costs little accuracy", "--weights"))
         return [Formats("bf16", "", cache), Formats("fp8", "", cache)]
-    assumed.append(Assumption("weights", "bf16", "as they are published", "--weights"))
+    assumed.append(Assumption("weights", "bf16", "as most weights are published, not all", "--weights"))
     return [Formats("bf16", "", cache)]
 
 
