@@ -381,9 +381,11 @@ def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> N
 def explain_invalid(error: ValidationError, root: type[BaseModel]) -> str:
     """Describe the first problem with its key and, for an unknown key, the nearest valid one.
 
-    Unknown keys are reported first, since a key that seems missing is often misspelt.
+    Unknown keys are reported first, since a key that seems missing is often misspelt, and missing ones last: what is
+    wrong in what is there was written by the user.
     """
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    turns = {"extra_forbidden": 0, "missing": 2}
+    problem = min(error.errors(), key=lambda problem: turns.get(problem["type"], 1))
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":

@@ -65,6 +65,12 @@ class Checkpointer:
         self._taken: tuple[dict[str, Any], Any] | None = None  # index fields and tensors to write
         self._writing: Future[None] | None = None
 
+    def go_on_from(self, found: Checkpoint) -> None:
+        """Count `found` as the newest checkpoint. Older ones may be left from a process that was killed."""
+        self.last = found
+        if self.ranks.rank == 0:
+            self._drop_old()
+
     def take(
         self, step: int, tokens: int, model: nn.Module, states: Mapping[str, Stateful],
         validation_loss: float | None = None, **about: Any,
