@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ironlaw.errors import UserError, reported
-from ironlaw.files import at_home, cache_folder, read_json_or_empty
+from ironlaw.files import at_home, cache_folder, read_json_or_empty, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -64,9 +64,7 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
     try:
         inner = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}")
-        inner.save(str(partial))
-        partial.replace(kept)
+        write_text(kept, inner.to_str(pretty=True))
     except Exception as error:  # each tokenizer class raises its own exceptions
         reason = " ".join(str(error).split())[:200]
         if ".model" in names and importlib.util.find_spec("sentencepiece") is None:
