@@ -84,7 +84,9 @@ class Keeping(nn.Module):
             y = self.inner(x)
             scaled = torch.vmap(lambda row: row * self.outer.weight[0])(y)
             self.last = y * 2, x.exp(), scaled
-            return self.outer(self.norms(y + scaled))
+            places = torch.zeros(8, 16).long()
+            places.add_(y > 0)  # values that are no longer known
+            return self.outer(self.norms(y + scaled).gather(1, places))
 
 
 IMAGES = [Input("image", (4, 3, 32, 32)), Input("label", (4,), "int64")]

@@ -64,7 +64,7 @@ class TraceMode(FakeTensorMode):
 
     def has_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
-        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        if _is_fake(tensor):
             return False
         return not self._overwritten or tensor.untyped_storage()._cdata not in self._overwritten
 
@@ -126,6 +126,8 @@ class TraceMode(FakeTensorMode):
         if self._runs_fake:
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
+        if func.is_view and not any(map(_is_fake, given)):  # in the same storage, whether its values are known or not
+            return func(*args, **kwargs)
         if all(self.has_values(t) for t in given) and (self.real or _is_small_call(func, args, kwargs, given)):
             if self.real:
                 _check_memory(func, args, kwargs, given)
@@ -183,11 +185,15 @@ class TraceMode(FakeTensorMode):
         )
 
 
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
 def _is_small_call(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
     """Returns whether no result can be large, so that the call needs no trial on fake tensors."""
     if not given:
         return False
-    if func.is_view or func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
+    if func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
         return True
     if _written(func, args, kwargs):
         return True
