@@ -76,6 +76,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "vocabulary_unused": {
         "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
+    "weights_combined": {"facts": {"weights_combined": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
         "phases": {"forward": 0.1, "backward": 0.2},

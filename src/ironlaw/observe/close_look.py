@@ -46,7 +46,7 @@ VOCABULARY = "vocabulary_unused"
 MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
-TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
+TIMES_USUAL = 3  # the time between two operations, of which a quarter takes less: more is Python of the user's own
 MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
@@ -320,22 +320,22 @@ class CloseLook(TorchDispatchMode):
     def _slowest_line(self, calls: set[str]) -> dict[str, Any] | None:
         """Returns the lines that take most of the passes beyond one call of each operation, in a loop or in Python."""
         gaps = [(sum(gap.values()), gap) for gap in self._gaps if gap]
-        python = sum(total for total, _ in gaps)
-        usual = TIMES_USUAL * statistics.median(total for total, _ in gaps) if gaps else 0.0
-        python_per_call = python / max(1, self._loops.calls)
-        whole = python + sum(self._seconds[FORWARD].values()) or 1.0
+        usual = statistics.quantiles([total for total, _ in gaps], n=4)[0] if len(gaps) > 1 else 0.0
+        whole = sum(total for total, _ in gaps) + sum(self._seconds[FORWARD].values()) or 1.0
         found: list[tuple[float, float, list[str], str]] = []  # forward, backward, lines, text
         for times, lines in self._loops.short(calls):
-            taken = {at: sum(s) + python_per_call * len(s) for at, s in self._loops.taken.items() if at in lines}
+            taken = {at: sum(s) + usual * len(s) for at, s in self._loops.taken.items() if at in lines}
             back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
             order = sorted(lines, key=lambda line: -taken[line])
             found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
         own: Seconds = defaultdict(float)
         for total, gap in gaps:
-            for line in gap.keys() - calls - {"?"}:
-                own[line] += gap[line] * max(0.0, 1 - usual / (total or 1.0))
+            for line in gap.keys() - calls - {"?"} if total > TIMES_USUAL * usual else ():
+                own[line] += gap[line] * (1 - usual / total)
         found += [(taken / whole, 0.0, [line], "Python without operations") for line, taken in own.items()]
-        forward, back, places, text = max(found, key=lambda one: one[0] + one[1], default=(0.0, 0.0, [], ""))
+        forward, back, places, text = max(
+            found, key=lambda one: one[0] * whole + one[1] * self._backward, default=(0.0, 0.0, [], "")
+        )
         if forward + back <= 0:
             return None
         return {FORWARD: forward, BACKWARD: back, "place": places[0], "lines": [*places[1:3], text]}
@@ -351,7 +351,6 @@ class Loops:
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
         self.taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
-        self.calls = 0
 
     def count(self, call: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """Returns the lines of all functions that run. What one of them repeats, those around it called once."""
@@ -366,7 +365,6 @@ class Loops:
             if called in all_called:
                 break
             all_called.add(called)
-        self.calls += 1
         for line in (found := list(dict.fromkeys(lines))):
             self.taken[line].append(seconds)
         return found

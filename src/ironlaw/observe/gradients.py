@@ -97,12 +97,9 @@ class GradientUse:
                     one.read.add(id(weight))
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._unread:
-            return
-        self._forget_cleared()
-        for parameter in _updated((optimizer,)):
-            for one in self._unread.pop(parameter, (None, ()))[1]:
-                one.read.add(parameter)
+        for parameter in parameters_of((optimizer,)):
+            for one in self._unread.pop(id(parameter), (None, ()))[1] if parameter.grad is not None else ():
+                one.read.add(id(parameter))
 
     def _gradient_written(self, parameter: Tensor) -> None:
         if self._passes:

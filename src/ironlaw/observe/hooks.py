@@ -222,6 +222,9 @@ def _watch_backward(stack: ExitStack, model: Any, partition: Partition, habits: 
         tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: Any = False, *_: Any, **__: Any
     ) -> Iterator[None]:
         nonlocal last
+        if partition.running is Phase.BACKWARD:  # of a reentrant checkpoint, within the loop's own
+            yield
+            return
         habits.backward_begins(tensors)
         partition.begin(Phase.BACKWARD)
         try:

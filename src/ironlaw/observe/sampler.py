@@ -107,7 +107,7 @@ class StackSampler:
         if frame is None or not self._partition.intervals:
             return
         for other, its in frames.items():
-            self._other_threads[other][user_line(its)] += 1
+            self._other_threads[other]["?" if _is_waiting(its) else user_line(its)] += 1
         lines = [line_of(its) for its in user_frames(frame)] or ["?"]
         outer = user_line(frame, self._loop.functions)
         self._samples.append((self._partition.intervals[-1], lines, outer, activity_of(frame)))

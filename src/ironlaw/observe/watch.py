@@ -198,7 +198,7 @@ class Watch:
         if self._recording.is_running:
             self.recorded.add(number)
             self._recording.step_ended(intervals)
-        elif self._steps_wanted and not self._habits.is_profiled and (number >= RECORD_AT or self._asked):
+        elif self._steps_wanted and not torch.autograd._profiler_enabled() and (number >= RECORD_AT or self._asked):
             self._probe()
             self._recording.begin(self._steps_wanted)
             self._steps_wanted, self._asked = 0, False
