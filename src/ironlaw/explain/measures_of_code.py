@@ -11,7 +11,7 @@ from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Figures, Measure, Reading
 from ironlaw.ledger import STEP_PHASES, Phase
-from ironlaw.units import bytes_, percent, seconds
+from ironlaw.units import bytes_, seconds
 
 ROOM = 0.85  # of the memory
 MAX_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
@@ -113,16 +113,6 @@ MEASURES: dict[str, Measure] = {
     "logging_frequent": logging_share,
 }
 FIGURES: dict[str, Figures] = {
-    "half_slow": lambda e: [f"in {e.fact('precision')}"],
-    "profiler_left_on": lambda e: [str(e.fact("profiled"))],
-    "padding": lambda e: [
-        f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
-        f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"
-    ],
-    "vocabulary_unused": lambda e: [
-        f"{e.fact('vocabulary_unused')['unused']:.0%} of {e.fact('vocabulary_unused')['rows']:,} rows are behind the "
-        "highest token of a batch"
-    ],
     "update_by_hand": lambda e: e.line_figures(Phase.OPTIMIZER),
     "misaligned": _align_figures,
 }

@@ -45,7 +45,8 @@ class _Thread:
     def __init__(self, look: Callable[[dict[int, FrameType]], None], every_seconds: float) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(look, every_seconds), daemon=True)
-        self._thread.start()
+        with suppress(RuntimeError):  # the system has no more threads: nothing is sampled, and the loop goes on
+            self._thread.start()
 
     def _run(self, look: Callable[[dict[int, FrameType]], None], every_seconds: float) -> None:
         while not self._ended.wait(every_seconds):
@@ -55,7 +56,8 @@ class _Thread:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 class StackSampler:
