@@ -39,8 +39,10 @@ WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
          "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
+         "inputs_differentiated",
          "module_again", "operation_slow", "outputs_unread", "padding", "passes_apart", "programs_beside",
-         "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "zeros_multiplied")  # fmt: skip
+         "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "weights_combined",
+         "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:

@@ -76,6 +76,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "vocabulary_unused": {
         "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
+    "inputs_differentiated": {"facts": {"inputs_differentiated": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "weights_combined": {"facts": {"weights_combined": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
@@ -95,7 +96,10 @@ PLANTED: dict[str, dict[str, Any]] = {
             "device": "cpu",
         }
     },
-    "rows_untouched": {"facts": {"rows_untouched": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
+    "rows_untouched": {
+        "facts": {"rows_untouched": {"part": 0.0, "of_backward": 0.9, "place": "a.py:6"}},
+        "phases": {"backward": 0.2},
+    },
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update": "a.py:9"}},
         "phases": {"optimizer": 0.1},

@@ -638,6 +638,28 @@ def test_a_profiler_of_the_loops_own_is_left_on_if_it_records_most_steps(active:
     assert (facts_of(tmp_path / "run")["profiled"] is not None) is (active > 12)
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("use", ["none", "frozen", "read", "learned"])
+def test_gradients_of_inputs_through_what_is_frozen_are_for_nothing_unless_they_are_read(
+    use: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
+    learned = torch.zeros(8, requires_grad=True)
+    weights = [*model[1].parameters(), learned]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(4, 8, requires_grad=use not in ("frozen", "learned"))
+            model(x + learned if use == "learned" else x).square().mean().backward()  # MODEL
+            if use == "read":
+                assert x.grad is not None
+                x.grad.norm()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["inputs_differentiated"]
+    assert "# MODEL" in line(found["place"]) if use == "none" else found is None
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_runs_again_finds_no_gradients_of_the_last_step(reentrant: bool, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
@@ -668,7 +690,7 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
         use.operation_called(name, [[p.grad for p in model.parameters()]])
     use.update_begins(optimizer)
     use.end()
-    assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)
+    assert use.facts([], 0.0)["gradients_idle"]["part"] == (0.0 if read else 0.5)
 
 
 def test_a_batch_in_a_sparse_format_is_not_run_again() -> None:

@@ -103,7 +103,17 @@ def _by_hand(e: RunEvidence) -> float | None:
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
+def _untouched(e: RunEvidence) -> float | None:
+    """The update by the part of all gradients, and the backward pass by what the making of such rows takes of it."""
+    found = e.fact("rows_untouched")
+    if not found:
+        return None
+    parts = ((Phase.OPTIMIZER, found["part"]), (Phase.BACKWARD, found.get("of_backward", 0.0)))
+    return float(sum(part * (e.phase_share(phase) or 0.0) for phase, part in parts))
+
+
 MEASURES: dict[str, Measure] = {
+    "rows_untouched": _untouched,
     "memory_grows": _growth,
     "recompiles": _recompiles,
     "update_by_hand": _by_hand,

@@ -318,7 +318,7 @@ class Habits:
             "graphs_again": self._graphs_again(),
             **{fact: self._most_frequent(fact) for fact in ONCE_A_STEP},
             "gradients_zeroed": self._most_frequent("gradients_zeroed") or self._zeroed_by_hand(),
-            **self._gradients.facts(self._files),
+            **self._gradients.facts(self._files, self._close_look.tables_part if self._close_look is not None else 0.0),
             **(self._close_look.facts(self.events["forward pass"]) if self._close_look is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),

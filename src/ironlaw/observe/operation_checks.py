@@ -47,7 +47,9 @@ class CountedCall:
     @property
     def is_main_work(self) -> bool:
         """Whether it is what models are for: products, and rows taken by number, not by a mask of truth values."""
-        by_number = self.name.startswith(ROWS_BY_NUMBER) and all(t.dtype is not torch.bool for t in self.operands)
+        by_number = self.name.lstrip("_").startswith(ROWS_BY_NUMBER) and all(
+            t.dtype is not torch.bool for t in self.operands
+        )
         return by_number or any(word in self.name for word in MAIN_WORK)
 
     @property
