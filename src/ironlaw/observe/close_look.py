@@ -46,7 +46,7 @@ VOCABULARY, INPUTS = "vocabulary_unused", "inputs_differentiated"
 MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
-TIMES_USUAL = 3  # the time between two operations, of which a quarter takes less: more is Python of the user's own
+TIMES_USUAL = 3  # the median time between two operations, a short one's at most: more is Python of the user's own
 MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
@@ -352,12 +352,12 @@ class CloseLook(TorchDispatchMode):
     def _slowest_line(self, calls: set[str]) -> dict[str, Any] | None:
         """Returns the lines that take most of the passes beyond one call of each operation, in a loop or in Python."""
         gaps = [(sum(gap.values()), gap) for gap in self._gaps if gap]
-        usual = statistics.quantiles([total for total, _ in gaps], n=4)[0] if len(gaps) > 1 else 0.0
+        usual = min(MAX_SHORT_SECONDS, statistics.median(total for total, _ in gaps)) if gaps else 0.0
         whole = sum(total for total, _ in gaps) + sum(self._seconds[FORWARD].values()) or 1.0
         found: list[tuple[float, float, list[str], str]] = []  # forward, backward, lines, text
         for times, lines in self._loops.short(calls):
             taken = {at: sum(s) + usual * len(s) for at, s in self._loops.taken.items() if at in lines}
-            back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
+            back = min(1.0, sum(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0))
             order = sorted(lines, key=lambda line: -taken[line])
             found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
         own: Seconds = defaultdict(float)

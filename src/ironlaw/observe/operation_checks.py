@@ -137,7 +137,7 @@ class OperationChecks:
         is_of_weights = bool(given) and given <= self._of_weights
         made = {t.data_ptr() for t in call.results} - given  # no views
         self._of_weights = self._of_weights | made if is_of_weights else self._of_weights - made
-        is_large = any(t.numel() >= MIN_ELEMENTS for t in call.operands)
+        is_large = any(t.numel() >= MIN_ELEMENTS for t in (*call.operands, *call.results))
         return {call.line} if is_of_weights and made and is_large and call.name not in COPIES else None
 
     def attention_masked(self, call: CountedCall) -> set[str] | None:

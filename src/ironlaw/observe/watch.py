@@ -252,7 +252,7 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
             "machine_slowdown": interference.trimmed_mean(self.probes),
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
-            "steps_grow": self._growth.facts([t.wall_seconds for t in done]),
+            "steps_grow": self._growth.facts([t.wall_seconds - t.delayed_seconds for t in done]),
             "programs_beside": self._others.facts(),
             "virtual": host.is_virtual(),
             "host": platform.node(),
