@@ -14,7 +14,7 @@ import torch
 
 from ironlaw.config import RunConfig, build_config
 from ironlaw.machine import interference
-from ironlaw.machine.profile import Profile, load_profile, save_profile
+from ironlaw.machine.profile import STEP_PHASES, Profile, load_profile, save_profile
 from ironlaw.plan.step import choose_precision, plan_run
 
 
@@ -58,6 +58,8 @@ def test_every_figure_is_finite_and_none_is_negative(measured: Profile, tmp_path
     for curves in measured.curves.values():
         for curve in curves.values():
             assert all(seconds > 0 for seconds in curve.seconds)
+    for shares in measured.reference_step_shares.values():
+        assert tuple(shares) == STEP_PHASES and sum(shares.values()) > 0.99
 
 
 @pytest.mark.long

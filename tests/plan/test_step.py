@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ironlaw.config import RunConfig, build_config
 from ironlaw.ledger import UNNAMED, Decisions, Kind, Ledger, Line, Origin, Phase, merge_unnamed
 from ironlaw.machine.links import KINDS, RankCosts, RankFabric
 from ironlaw.machine.profile import Curve, Profile, load_profile
+from ironlaw.machine.timing import MeasuredMachine
 from ironlaw.plan import layouts as answers
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.recipe import batch_of, recipe_of
@@ -110,6 +112,26 @@ def test_what_a_plan_has_no_name_for_is_one_line_of_its_phase() -> None:
         (Phase.FORWARD, Kind.MATMUL, "qkv"): 1.0, (Phase.FORWARD, Kind.OTHER, UNNAMED): 0.75,
         (Phase.DATA, Kind.DATA, "loader"): 2.0,
     }  # fmt: skip
+
+
+def test_a_phase_takes_as_much_longer_than_its_kernels_as_in_the_whole_step(machine_profile: Profile) -> None:
+    """As when forward passes wait for cold caches that kernels timed alone do not know."""
+    config = build_config(
+        {"model": {"name": "gpt2", "layers": 2}, "data": {"mock": True}, "train": {"precision": "fp32"}}
+    )
+    alone = MeasuredMachine(machine_profile, {"compute": 1.0, "memory": 1.0}).composition("fp32")
+    assert set(alone.values()) == {1.0}
+    shares = {Phase.FORWARD: 0.5, Phase.BACKWARD: 0.5, Phase.OPTIMIZER: 0.0}
+    measured = replace(machine_profile, reference_step_seconds={"fp32": 1.0}, reference_step_shares={"fp32": shares})
+    composed = MeasuredMachine(measured, {"compute": 1.0, "memory": 1.0}).composition("fp32")
+    assert composed[Phase.FORWARD] > composed[Phase.BACKWARD] > composed[Phase.OPTIMIZER] == 1.0
+    before, after = (plan_run(config, profile) for profile in (machine_profile, measured))
+    for phase, factor in composed.items():
+        kernels = [
+            sum(line.seconds or 0.0 for line in ledger.lines if line.phase is phase and line.kind is not Kind.HOST)
+            for ledger in (before, after)
+        ]
+        assert kernels[1] == pytest.approx(factor * kernels[0])
 
 
 def test_decisions_survive_the_file(tmp_path: Any) -> None:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ironlaw.kernels.attention import causal_attention
-from ironlaw.machine.profile import TINY, reference_step
+from ironlaw.ledger import Phase
+from ironlaw.machine.profile import STEP_PHASES, TINY, reference_step
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import onednn_product, onednn_weight_gradient, use_onednn
 from ironlaw.model.rotary import rotary_tables, rotate
@@ -219,23 +220,26 @@ def tiny_builder(device: torch.device, layers: int, backward: bool, onednn: bool
     return call
 
 
-def step_builder(device: torch.device, dtype: torch.dtype, onednn: bool) -> Call:
-    """A training step of the device's reference model, as in the trainer."""
+def step_builders(device: torch.device, dtype: torch.dtype, onednn: bool) -> dict[Phase, Call]:
+    """A training step of the device's reference model, as in the trainer: up to and with each of its phases."""
     config, sequences = reference_step(device.type)
     model = Transformer(config).to(device)
     use_onednn(model, onednn)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, config.vocab, (sequences, config.context), device=device)
 
-    def step() -> None:
+    def step(last: Phase) -> None:
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             loss = model(tokens, tokens)
+        if last is Phase.FORWARD:
+            return
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        if last is Phase.OPTIMIZER:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return {phase: partial(step, phase) for phase in STEP_PHASES}
 
 
 def matmul_builders(pool: Pool, dtype: torch.dtype, onednn: bool = False) -> dict[str, Callable[[int, int, int], Call]]:

@@ -28,6 +28,7 @@ import torch
 from ironlaw import files
 from ironlaw.cores import usable_threads
 from ironlaw.kernels.attention import available
+from ironlaw.ledger import Phase
 from ironlaw.machine import host
 from ironlaw.machine.host import OtherLoad
 from ironlaw.machine.interference import OTHER_LOAD, trimmed_mean, undisturbed
@@ -39,12 +40,12 @@ from ironlaw.machine.kernels import (
     engine_builder,
     matmul_builders,
     shared_builder,
-    step_builder,
+    step_builders,
     tiny_builder,
     update_builder,
 )
 from ironlaw.machine.measure_links import timed
-from ironlaw.machine.profile import Curve, FP32Products, MatmulFit, Profile
+from ironlaw.machine.profile import STEP_PHASES, Curve, FP32Products, MatmulFit, Profile
 from ironlaw.model.linear import capability, onednn_available
 from ironlaw.package import __version__
 
@@ -276,7 +277,8 @@ def _samplers(device: torch.device, fp32_products: FP32Products) -> list[Sampler
         samplers.append(Sampler(("tiny", layers, backward), [call], by_host=cuda))
     for precision, dtype in PRECISIONS.items():
         seconds = STEADY_SECONDS if cuda else SAMPLE_SECONDS
-        samplers.append(Sampler(("step", precision), [step_builder(device, dtype, onednn)], sample_seconds=seconds))
+        for phase, call in step_builders(device, dtype, onednn).items():
+            samplers.append(Sampler(("step", precision, phase), [call], sample_seconds=seconds))
     source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     samplers.append(Sampler(("copy", 2.0 * source.numel()), [lambda: target.copy_(source)]))
@@ -352,7 +354,9 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
     profile.small_operation_seconds = best["small",]
     forward, both = ((best["tiny", 5, backward] - best["tiny", 1, backward]) / 4 for backward in (False, True))
     profile.tiny_block_seconds = {"forward": forward, "backward": both - forward}
-    profile.reference_step_seconds = {precision: best["step", precision] for precision in PRECISIONS}
+    for precision in PRECISIONS:
+        profile.reference_step_seconds[precision] = best["step", precision, Phase.OPTIMIZER]
+        profile.reference_step_shares[precision] = _shares(samplers, precision)
     kinds = CPU_KINDS if device.type == "cpu" else KINDS
     profile.interference = {kind: _rounds(samplers, keys) for kind, keys in kinds.items()}
     profile.probe = {kind: best[f"probe {kind}",] for kind in KINDS}
@@ -362,6 +366,15 @@ def _profile(device: torch.device, samplers: list[Sampler], earlier: Profile | N
 
 def _name(key: tuple[Any, ...]) -> str:
     return " ".join(map(str, key))
+
+
+def _shares(samplers: list[Sampler], precision: str) -> dict[Phase, float]:
+    """Return the share of each phase in a step: the median over the rounds, in which the machine was equally fast."""
+    until = {s.key[2]: np.array(s.seconds) for s in samplers if s.key[:2] == ("step", precision)}
+    ends = [0.0, *(float(np.median(until[phase] / until[Phase.OPTIMIZER])) for phase in STEP_PHASES)]
+    return {
+        phase: max(0.0, end - start) for phase, (start, end) in zip(STEP_PHASES, itertools.pairwise(ends), strict=True)
+    }
 
 
 def _fits(best: Mapping[tuple[Any, ...], float], label: str) -> dict[str, MatmulFit]:

@@ -23,6 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from ironlaw.errors import UserError
 from ironlaw.files import cache_folder, read_json, write_json
+from ironlaw.ledger import Phase
 from ironlaw.model.config import ModelConfig
 
 SCHEMA_VERSION = 4  # increased when plans need something that older profiles lack or name differently
@@ -30,6 +31,7 @@ MAX_NATIVE_TIME_RATIO = 0.95  # native attention rounds differently and saves mo
 FP32Products = Literal["default", "onednn"]
 Stored = TypeVar("Stored")
 # So small that a block's time is the cost of calling it; measured, and divided into calls by the plan.
+STEP_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)  # of `reference_step`
 TINY = ModelConfig(layers=4, hidden=16, heads=2, vocab=16, context=16)
 
 
@@ -160,7 +162,7 @@ class Profile:
     copy_bytes_per_second: float  # read plus written
     small_operation_seconds: float  # one tiny operation, dispatched from Python
     tiny_block_seconds: dict[str, float]  # phase -> one block of TINY: the cost of calling it
-    reference_step_seconds: dict[str, float]  # precision -> forward, backward and update of REFERENCE
+    reference_step_seconds: dict[str, float]  # precision -> a whole step of `reference_step`
     storage_bytes_per_second: float | None
     tokenizer_tokens_per_second: float | None
     # Kind of kernel -> the machine's time over its best time in each round of the measurement.
@@ -173,6 +175,8 @@ class Profile:
     # Every kernel's best seconds ever, by name, for the next measurement.
     best_seconds: dict[str, float] = field(default_factory=dict)
     capability: tuple[int, int] | None = None  # NVIDIA's compute capability; None for a CPU
+    # Precision -> phase -> its share of that step; empty in profiles measured before it was.
+    reference_step_shares: dict[str, dict[Phase, float]] = field(default_factory=dict)
 
     @property
     def machine(self) -> str:

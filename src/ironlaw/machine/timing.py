@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, cast
 from ironlaw.catalog.formats import number_format, precision_recipe
 from ironlaw.ledger import Origin, Phase
 from ironlaw.machine.links import RankFabric
-from ironlaw.machine.profile import TINY, Profile, reference_step
+from ironlaw.machine.profile import STEP_PHASES, TINY, Profile, reference_step
 from ironlaw.model.parameters import model_parameters
 from ironlaw.workload.blocks import Precision, Shape
 from ironlaw.workload.kinds import has_experts
@@ -86,7 +86,7 @@ class MeasuredMachine:
     fabric: RankFabric | None = None  # None: one process alone
     ranks: int = 1
     at_once: int = 1
-    _compositions: dict[str, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compositions: dict[str, dict[Phase, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     own_products: ClassVar[bool] = True  # products as in Ironlaw's own models, not as in other modules
 
@@ -129,7 +129,7 @@ class MeasuredMachine:
             bound = "overhead"
         seconds *= self.slowdown["memory" if op.matmul is None and op.attention is None else "compute"]
         if self.whole_steps:
-            seconds *= self.composition(precision)
+            seconds *= self.composition(precision).get(op.phase, 1.0)
         return Timing(seconds, bound, Origin.MEASURED)
 
     def copy_seconds(self, size: float) -> float:
@@ -175,17 +175,25 @@ class MeasuredMachine:
     def _at_best(self, precision: str) -> MeasuredMachine:
         return MeasuredMachine(self.profile, dict.fromkeys(self.slowdown, 1.0), precision, whole_steps=False)
 
-    def composition(self, precision: str) -> float:
-        """Return the time of a whole step over the sum of its kernels alone: colder caches, a busier allocator."""
+    def composition(self, precision: str) -> dict[Phase, float]:
+        """Return the time of each phase of a whole step over the sum of its kernels alone: colder caches, also for
+        Python's own work between them, and a busier allocator."""
         if precision not in self._compositions:
             at_best = self._at_best(precision)
             model, sequences = reference_step(self.profile.device)
             shape = Shape(model, sequences, model.context, cast(Precision, precision))
             operations = training_operations(shape) + adamw_operations(model.parameters, len(model_parameters(model)))
-            seconds = sum(at_best.time(op).seconds * op.repeat for op in operations)
+            alone = dict.fromkeys(STEP_PHASES, 0.0)
+            for op in operations:
+                alone[op.phase] += at_best.time(op).seconds * op.repeat
             for phase in (Phase.FORWARD, Phase.BACKWARD) if not self._queues else ():
-                seconds += at_best.dispatch_seconds(phase, sum(op.repeat for op in operations if op.phase is phase), 0)
-            self._compositions[precision] = max(1.0, self.profile.reference_step_seconds[precision] / seconds)
+                calls = sum(op.repeat for op in operations if op.phase is phase)
+                alone[phase] += at_best.dispatch_seconds(phase, calls, 0)
+            whole = self.profile.reference_step_seconds[precision]
+            shares = self.profile.reference_step_shares.get(precision)
+            if not shares:
+                shares = {phase: seconds / sum(alone.values()) for phase, seconds in alone.items()}
+            self._compositions[precision] = {p: max(1.0, whole * shares[p] / alone[p]) for p in STEP_PHASES}
         return self._compositions[precision]
 
     # -- other ranks -----------------------------------------------------------------------------------------

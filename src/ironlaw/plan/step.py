@@ -70,7 +70,7 @@ class StepPlan:
     offload: Offload | None = None
     attention: Decision | None = None  # None: ranks, which use the fused kernel
     now: Mapping[str, float] | None = None  # as in `interference.expected`
-    composition: float = 1.0  # time of a whole step / sum of its kernels timed alone
+    composition: Mapping[Phase, float] = field(default_factory=dict)  # as in `MeasuredMachine.composition`
 
     @property
     def layout(self) -> Layout:
