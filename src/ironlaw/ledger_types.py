@@ -21,12 +21,12 @@ NAMED: Any = dict
 NUMBERS = (
     "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz", "compute_units",
     "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "delayed_gap_seconds", "delayed_seconds",
-    "gradient_syncs_per_step", "host_bytes", "larger_batch", "launches_per_step", "logging_fraction", "machine_speed",
-    "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "module_fraction", "other_load", "pace",
-    "paused_seconds", "peak_bytes", "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host",
-    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "rollouts", "sequence", "skipped_updates",
-    "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch",
-    "world_size",
+    "evaluations_per_step", "gradient_syncs_per_step", "host_bytes", "larger_batch", "launches_per_step",
+    "logging_fraction", "machine_speed", "matmul_peak_flops_per_second", "memory_bytes", "micro_batch",
+    "module_fraction", "other_load", "pace", "paused_seconds", "peak_bytes", "processor_throttled",
+    "profiled_step_seconds", "rank", "ranks_per_host", "recompile_seconds", "recomputed_seconds", "reserved_bytes",
+    "rollbacks", "rollouts", "sequence", "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done",
+    "steps_inferred", "threads", "tokens_per_micro_batch", "world_size",
 )  # fmt: skip
 TEXTS = (
     "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",

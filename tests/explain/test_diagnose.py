@@ -347,3 +347,11 @@ def test_confidence_falls_near_the_threshold(plan: Ledger) -> None:
     sure, unsure = (verdict(plan, phases={"data": share * step}) for share in (0.4, 0.125))
     assert sure.findings[0].rule == unsure.findings[0].rule == "input_bound"
     assert (sure.confidence, unsure.confidence) == ("high", "medium")
+
+
+def test_an_agent_that_acts_has_python_of_its_own_for_every_pass(plan: Ledger) -> None:
+    def rules(passes: float) -> list[str]:
+        diagnosis = verdict(plan, phases={"host": 0.1}, facts={"evaluations_per_step": passes})
+        return [finding.rule for finding in diagnosis.findings]
+
+    assert "host_bound" in rules(10.0) and "host_bound" not in rules(1000.0)

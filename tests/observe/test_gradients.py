@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ironlaw
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
@@ -620,6 +620,39 @@ def test_what_is_computed_of_weights_alone_has_a_line_and_what_an_input_takes_pa
     assert not counts("t", [weight], weight.t()) and not counts("_to_copy", [weight], weight.double())
     assert not counts("addmm", [model.bias, x, weight], x @ weight) and not counts("mul", [model.bias], model.bias * 2)
     assert not counts("mul", [x], scaled) and not counts("add", [scaled], scaled + 1)
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_loop_of_transformed_functions_and_one_of_closures_are_observed(optimizer_of: Any, tmp_path: Path) -> None:
+    """Gradients that a closure asks for are part of its loss, as in a loop without one."""
+    model = nn.Linear(2, 1)
+    ended: list[Any] = []
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        x = torch.randn(4, 2, requires_grad=True)
+        begun = watch.partition.running
+        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        ended.append((begun, [interval.phase for interval in watch.partition.intervals[-4:]]))
+        loss = found.square().mean()
+        loss.backward()
+        return loss
+
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2) as watch:
+        for _ in range(12):
+            if optimizer_of is torch.optim.LBFGS:
+                optimizer.step(closure)
+                continue
+            torch.func.vmap(loss_of)(torch.randn(3, 4, 2)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert facts["steps_done"] == 12 and facts["forwards_unread"] is None and facts["left_in_eval"] is None
+    assert all(begun is None and Phase.HOST not in phases for begun, phases in ended)
 
 
 @pytest.mark.parametrize("active", [2, 40])

@@ -14,7 +14,7 @@ from ironlaw.units import count, percent, rate, seconds
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
 CLEARLY_OVER = 1.15  # times the plan
-LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
+LOOP_SECONDS, PASS_SECONDS = 1e-3, 1e-4  # per step and evaluation, of a loop that does nothing unusual between passes
 
 
 def _off_plan(e: RunEvidence) -> Reading | None:
@@ -141,7 +141,8 @@ def _host_share(e: RunEvidence) -> float | None:
     what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    usual = LOOP_SECONDS / (e.step * _undelayed(e)) if e.step else 0.0
+    loop = LOOP_SECONDS + PASS_SECONDS * float(e.fact("evaluations_per_step") or 0.0)
+    usual = loop / (e.step * _undelayed(e)) if e.step else 0.0
     known = _at_loader(e) + float(e.fact("module_fraction") or 0.0)
     return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
 

@@ -362,8 +362,8 @@ class CloseLook(TorchDispatchMode):
             found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
         own: Seconds = defaultdict(float)
         for total, gap in gaps:
-            for line in gap.keys() - calls - {"?"} if total > TIMES_USUAL * usual else ():
-                own[line] += gap[line] * (1 - usual / total)
+            for line in gap.keys() - calls - {"?"}:
+                own[line] += gap[line] * max(0.0, 1 - TIMES_USUAL * usual / (total or 1.0))
         found += [(taken / whole, 0.0, [line], "Python without operations") for line, taken in own.items()]
         forward, back, places, text = max(
             found, key=lambda one: one[0] * whole + one[1] * self._backward, default=(0.0, 0.0, [], "")

@@ -325,6 +325,7 @@ class Habits:
             "unscaled": self._unscaled(precision),
             "places": self._places(),
             "rollouts": self.events["rollout"].total() / max(1, self.events["evaluation_frequent"].total()),
+            "evaluations_per_step": self.events["evaluation_frequent"].total() / len(steps),
             "forwards_unread": self._forwards_unread(),
             "profiled": line_calling(PROFILERS, self._files) or "?" if is_profiled else None,
             "recompile_seconds": self._recompile_seconds(steps),
