@@ -147,10 +147,6 @@ def _host_share(e: RunEvidence) -> float | None:
     return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
 
 
-def _host_figures(e: RunEvidence) -> list[str]:
-    return [*e.line_figures(Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
-
-
 def _overhead_figures(e: RunEvidence) -> list[str]:
     calls = sum(line.count or 0 for line in e.plan.select(bound="overhead") if line.kind is not Kind.HOST)
     figure = f"{count(calls)} calls per step that take about as long as calling them"
@@ -229,7 +225,10 @@ MEASURES: dict[str, Measure] = {
     "memory_bound": lambda e: e.bound_share("memory"),
 }
 FIGURES: dict[str, Figures] = {
-    "host_bound": _host_figures,
+    "host_bound": lambda e: [
+        *e.line_figures(Phase.HOST),
+        f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}",
+    ],
     "overhead_bound": _overhead_figures,
     "irregular_steps": lambda e: [
         f"typical step {seconds(e.step)}; wall time above it {percent(e.fact('slow_steps_fraction'))}"
