@@ -70,6 +70,25 @@ class NormalisedSequence(nn.Module):
         return self.outer(normed) * normed
 
 
+class Keeping(nn.Module):
+    """Keeps tensors for itself, which are not autograd's, and normalises narrow numbers with wide weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.norms = nn.Sequential(nn.LayerNorm(16), nn.GroupNorm(2, 16), nn.BatchNorm1d(16))
+        self.last: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.inner(x)
+            scaled = torch.vmap(lambda row: row * self.outer.weight[0])(y)
+            self.last = y * 2, x.exp(), scaled
+            places = torch.zeros(8, 16).long()
+            places.add_(y > 0)  # values that are no longer known
+            return self.outer(self.norms(y + scaled).gather(1, places))
+
+
 IMAGES = [Input("image", (4, 3, 32, 32)), Input("label", (4,), "int64")]
 PHRASES = [Input("source", (2, 16), "int64"), Input("target", (2, 24), "int64")]
 
@@ -107,6 +126,9 @@ def autograd_bytes(module: nn.Module, inputs: list[Input], loss: Callable[[Any],
         (Translator, PHRASES, next_token_loss),
         (lambda: Translator(dropout=0.1), PHRASES, next_token_loss),
         (NormalisedSequence, [Input("x", (2, 24, 16))], None),
+        (Keeping, [Input("x", (8, 16))], None),
+        (lambda: nn.EmbeddingBag(50, 8), [Input("ids", (4, 5), "int64")], None),
+        (lambda: Returning(lambda y: torch.view_as_complex(y.exp().view(8, 2, 2)) * 2), [Input("x", (8, 4))], None),
     ],
 )
 def test_saved_bytes_are_those_of_autograd(build: Any, inputs: list[Input], loss: Any) -> None:
@@ -263,6 +285,11 @@ def flexible(y: Tensor) -> Tensor:
     return flex_attention(heads, heads, heads)  # type: ignore[return-value]
 
 
+def branching(y: Tensor) -> Tensor:
+    branched: Tensor = torch.cond(y.shape[0] > 0 and torch.ones(()) > 0, torch.sin, torch.cos, (y,))
+    return branched
+
+
 @pytest.mark.parametrize(
     ("build", "inputs", "says"),
     [
@@ -277,6 +304,7 @@ def flexible(y: Tensor) -> Tensor:
         (lambda: torch.jit.script(nn.Linear(4, 4)), [Input("input", (8, 4))], "return the module it was made of"),
         (lambda: nn.Sequential(torch.jit.script(nn.ReLU())), [Input("input", (8, 4))], "^0 of .* is TorchScript"),
         (lambda: Returning(flexible), [Input("x", (8, 4))], "put scaled_dot_product_attention in its place"),
+        (lambda: Returning(branching), [Input("x", (8, 4))], "torch's operator cond .* put an if"),
         (lambda: Returning(lambda y: None), [Input("x", (8, 4))], "returned a NoneType without tensors"),
     ],
 )
@@ -321,10 +349,10 @@ def test_what_is_missing_is_named() -> None:
         try:
             import sklearn_of_nobody  # noqa: F401
         except ImportError as error:
-            raise RuntimeError("the module cannot be built because:\nits metric is missing") from error
+            raise RuntimeError("the module cannot be built because:\nits metric:\nis missing\n") from error
         raise AssertionError
 
-    with pytest.raises(UserError, match=r"because: its metric is missing: pip install sklearn-of-nobody$"):
+    with pytest.raises(UserError, match=r"because: its metric: is missing: pip install sklearn-of-nobody$"):
         trace(build, [Input("x", (2, 4))])
     named = ModuleNotFoundError("No module named 'sklearn.base'", name="sklearn.base")
     assert install_advice(named) == "pip install scikit-learn"

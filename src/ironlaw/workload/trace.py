@@ -279,8 +279,9 @@ def _run(
     # The backward pass is inside too: recomputation calls modules again, which then still need their stand-ins.
     stand_ins = _reparametrize_module(module, dict(state))
     with recorder.watching(module), torch.set_grad_enabled(training), recorder, stand_ins:
-        with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
-            outputs = module(*args, **kwargs)
+        with recorder.keeping():
+            with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
+                outputs = module(*args, **kwargs)
             outputs = list(outputs) if isinstance(outputs, Iterator) else outputs
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
@@ -302,10 +303,7 @@ def _backward(ends: list[Tensor]) -> None:
     trained = [end for end in ends if end.requires_grad]
     if not trained:
         raise UserError("nothing in the output needs a gradient: unfreeze parameters or plan with training=False")
-    if len(trained) == 1 and trained[0].numel() == 1:
-        trained[0].backward()
-    else:
-        torch.autograd.backward(trained, [torch.ones_like(end) for end in trained])
+    torch.autograd.backward(trained, [torch.ones_like(end) for end in trained])
 
 
 def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
@@ -327,7 +325,7 @@ def _tensors(value: Any, depth: int = 4) -> list[Tensor]:
 
 def _floating(outputs: Any) -> list[Tensor]:
     """Returns the outputs that backward starts from without a loss: the first with one number, else all of them."""
-    found = [t for t in _tensors(outputs) if t.is_floating_point() and t.requires_grad]
+    found = [t for t in _tensors(outputs) if t.requires_grad]  # of real or complex numbers
     scalars = [t for t in found if t.numel() == 1]
     return scalars[:1] or found
 
@@ -355,7 +353,8 @@ def describe_failure(
     line, own = _line(error)
     place += f" ({line})" if line else ""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    message = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    end = next((i for i, line in enumerate(lines) if not line.endswith(":")), len(lines))
+    message = " ".join(lines[: end + 1])
     known = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
     if known or (not real and any(words in str(error) for words in _READS_VALUES)):
         reason = f"{name} looks at the values of a tensor ({getattr(error, 'func', message)}) in {place}"
@@ -369,6 +368,9 @@ def describe_failure(
         advice = "check that it can be built by calling it in Python"
     if "FlexAttention" in message:  # it trains on accelerators only, and a trace is of a CPU
         advice = "put scaled_dot_product_attention in its place for the plan: its products are those of all scores"
+    if operator := re.search(r"HigherOrderOperator (\w+)", message):
+        reason = f"{name} calls torch's operator {operator[1]} in {place}, and what it calls is not seen"
+        advice = "put an if, a loop or a call of Python in its place for the plan"
     return Untraceable(reason, install_advice(error) or advice, parameter_bytes)
 
 

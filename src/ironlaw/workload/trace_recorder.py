@@ -70,6 +70,7 @@ class Lifetime:
     died: int | None = None
     gradient: bool = False
     output: bool = False
+    kept: bool = False  # by autograd, for the backward pass
     padding: int = 0  # zeros that a padding call appended to each row
     merged: bool = False  # shares the bytes of another storage, because the addition is in place
 
@@ -95,6 +96,7 @@ class Recorder(TorchDispatchMode):
         self.records: list[RecordedKernel] = []
         self.lifetimes: list[Lifetime] = []
         self.accumulations: list[tuple[int, Lifetime, Lifetime]] = []  # record, earlier gradient, sum
+        self._keeps_all = False
         self._running = [CallOrigin()]
         self._origins: dict[int, CallOrigin] = {}
         self._alive: dict[int, tuple[weakref.ref[Any], Lifetime | None]] = {}
@@ -115,6 +117,37 @@ class Recorder(TorchDispatchMode):
             known = self._alive.get(storage._cdata)
             if known is not None and known[1] is not None:
                 setattr(known[1], attribute, True)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Flag the storages that autograd keeps inside the context, as hooks for saved tensors see them. Transforms of
+        `torch.func` allow no hooks: of their calls, all that lives until the backward pass counts as kept."""
+        graph, original = torch.autograd.graph, torch.autograd.graph.disable_saved_tensors_hooks
+
+        def keep(tensor: Tensor) -> Tensor:
+            self.mark(tensor, "kept")
+            return tensor.detach()  # a graph that holds itself is never freed
+
+        @contextmanager
+        def disable(message: str) -> Iterator[None]:
+            outermost, self._keeps_all = not self._keeps_all, True
+            if outermost:
+                hooks.__exit__()
+            try:
+                with original(message):
+                    yield
+            finally:
+                if outermost:
+                    self._keeps_all = False
+                    hooks.__enter__()
+
+        hooks = graph.saved_tensors_hooks(keep, lambda kept: kept)
+        graph.disable_saved_tensors_hooks = disable
+        try:
+            with hooks:
+                yield
+        finally:
+            graph.disable_saved_tensors_hooks = original
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
@@ -189,7 +222,8 @@ class Recorder(TorchDispatchMode):
                 self.records.append(RecordedKernel(call, base_name(func), origin))
                 scratch = 0  # of several kernels, the first gets the scratch memory, and the results
         for storage in written:
-            born = Lifetime(storage.nbytes(), index, padding=_zeros_at_the_end(func, args))
+            padding = _zeros_at_the_end(func, args)
+            born = Lifetime(storage.nbytes(), index, kept=self._keeps_all, padding=padding)
             if self._remember(storage, born):
                 self.lifetimes.append(born)
                 if self.phase is Phase.BACKWARD and earlier is not None:
@@ -265,7 +299,7 @@ def build_operations(recorder: Recorder) -> list[TracedOperation]:
         died = None if life.died is None else max(place[max(life.died, 0)], born)
         if died == born and len(groups[born]) > 1:
             continue  # inside a fused kernel
-        is_saved = backward is not None and born < backward and (died is None or died >= backward)
+        is_saved = life.kept and backward is not None and born < backward and (died is None or died >= backward)
         kind = "gradient" if life.gradient else "saved" if is_saved and not life.output else "temporary"
         memory[born][f"{kind}_bytes"] += life.bytes
         if died is not None and kind != "gradient":

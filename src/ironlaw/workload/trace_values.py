@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import psutil
@@ -36,6 +36,7 @@ KNOWN_BYTES = {True: 2**16, False: 2**24}  # True: floating-point tensors, such 
 MEMORY_SHARE = 0.8  # share of free memory that may be used: the rest is for the kernels' own needs
 _CHECKED_FROM = 2**20  # bytes of a tensor from which free memory is checked
 _SELECT = ("index", "index_put", "index_put_", "_unsafe_index", "_unsafe_index_put", "_index_put_impl_")
+_NORMS = ("native_layer_norm", "native_group_norm", "batch_norm")
 _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -63,7 +64,7 @@ class TraceMode(FakeTensorMode):
 
     def has_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
-        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+        if _is_fake(tensor):
             return False
         return not self._overwritten or tensor.untyped_storage()._cdata not in self._overwritten
 
@@ -99,14 +100,18 @@ class TraceMode(FakeTensorMode):
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.without_values((kept,), torch.uint8)
 
-    def _in_memory_order(self, out: tuple[Tensor, ...], images: Tensor) -> tuple[Tensor, ...]:
-        """Returns a batch norm's results with the images in PyTorch's order: that of the input only if it is one of
-        PyTorch's own. Its rule for fakes keeps any, such as that of a transposed sequence."""
-        order = suggest_memory_format(images)
-        if out[0] is None or out[0].is_contiguous(memory_format=order):
-            return out
+    def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return a norm's results as its kernel makes them, where PyTorch's rule for fakes differs: of narrow numbers with
+        wide weights, statistics are wide and an input's gradient is narrow; images of a batch norm keep the memory order
+        of the input only if it is one of PyTorch's own, which that of a transposed sequence is not."""
+        given = args[1 if name.endswith("_backward") else 0]
+        order = suggest_memory_format(given) if "batch" in name else torch.preserve_format
+        wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors(args)))
+        first, *others = out
         with self:
-            return (torch.empty_like(out[0], memory_format=order), *out[1:])
+            if first is not None:
+                first = torch.empty_like(first, dtype=given.dtype, memory_format=order)
+            return first, *(t.to(wide) if t is not None and t.dtype == given.dtype else t for t in others)
 
     def forget_values(self, value: Any) -> None:
         for tensor in tensors(value):
@@ -121,6 +126,8 @@ class TraceMode(FakeTensorMode):
         if self._runs_fake:
             return super().__torch_dispatch__(func, types, args, kwargs)
         given = list(tensors((args, kwargs)))
+        if func.is_view and not any(map(_is_fake, given)):  # in the same storage, whether its values are known or not
+            return func(*args, **kwargs)
         if all(self.has_values(t) for t in given) and (self.real or _is_small_call(func, args, kwargs, given)):
             if self.real:
                 _check_memory(func, args, kwargs, given)
@@ -138,8 +145,10 @@ class TraceMode(FakeTensorMode):
         if func._opname in _SELECT and not self.real:
             args = self._with_positions(args)
         out = self._run_fake(func, types, args, kwargs)
-        if "batch_norm" in func._opname:
-            out = self._in_memory_order(out, args[1 if func._opname.endswith("_backward") else 0])
+        if any(kind in func._opname for kind in _NORMS):
+            out = self._norm(func._opname, args, out)
+        if func._opname == "_embedding_bag" and out[1].numel():
+            out = (out[0], self.without_values((len(out[1]) + 1,), out[1].dtype)[:-1], *out[2:])  # cut by its kernel
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
@@ -176,11 +185,15 @@ class TraceMode(FakeTensorMode):
         )
 
 
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
+
+
 def _is_small_call(func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> bool:
     """Returns whether no result can be large, so that the call needs no trial on fake tensors."""
     if not given:
         return False
-    if func.is_view or func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
+    if func.namespace == "prim" or any(tag in func.tags for tag in _READS_VALUES):
         return True
     if _written(func, args, kwargs):
         return True
