@@ -232,7 +232,12 @@ def settle(model: ModelConfig, options: Options, accelerators: int, config: RunC
         return Work(sequence, batch, options.steps, assumed)
     if options.tokens is None and config is not None:
         return Work(sequence, batch, config.train.steps, assumed)
-    tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
+    tokens = float(TOKENS_PER_PARAMETER * model.parameters)
+    if options.tokens is not None:
+        tokens = tokens_of(options.tokens)
+    else:
+        why = f"{TOKENS_PER_PARAMETER} per parameter, compute-optimal (Chinchilla, arXiv 2203.15556)"
+        assumed.append(Assumption("tokens", units.tokens(tokens), why, "--tokens or --steps"))
     return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
 
 
@@ -266,11 +271,3 @@ def _usual_batch(model: ModelConfig, sequence: int, accelerators: int, assumed: 
     reason = f"{batch * sequence / 1e6:.2f}M tokens per step, usual for this size (arXiv 2005.14165, table 2.1)"
     assumed.append(Assumption("global batch", f"{batch:,} sequences", reason, "--global-batch"))
     return batch
-
-
-def _usual_tokens(model: ModelConfig, assumed: list[Assumption]) -> float:
-    tokens = float(TOKENS_PER_PARAMETER * model.parameters)
-    reason = f"{TOKENS_PER_PARAMETER} per parameter, compute-optimal (Chinchilla, arXiv 2203.15556)"
-    shown = f"{tokens / 1e12:.3g}T" if tokens >= 1e12 else f"{tokens / 1e9:.3g}B"
-    assumed.append(Assumption("tokens", shown, reason, "--tokens or --steps"))
-    return tokens

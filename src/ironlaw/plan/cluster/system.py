@@ -255,11 +255,9 @@ def fabric_of(acc: Accelerator, node: Node) -> Fabric:
         island = assumed_efficiency(acc.generation).collectives
         assert island is not None
         island = replace(island, sharing_exponent=ASSUMED_SHARING if shared else 0.0)
-    network = node.network_bytes_per_second
+    network, assumed = node.network_bytes_per_second, ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
     if network is None:
-        network = ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
-        if own is None:
-            network = ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND
+        network = ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND if own is None else assumed
     return Fabric(
         island_ranks=ranks,
         island_bytes_per_second=link.value,

@@ -247,7 +247,10 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
     more: dict[str, Any] = {
         "layout": _layout(layout, request),
         "cluster": _cluster(request),
-        "work": _work(request),
+        "work": {
+            "sequence": request.sequence, "global_batch": request.global_batch, "steps": request.steps,
+            "tokens": request.steps * request.tokens_per_step, "tokens_per_step": request.tokens_per_step,
+        },
         "precision": request.precision,
         "engine": evidence(where.engine, request.cluster.accelerator.generation),
         "assumed": [assumption.to_json() for assumption in request.assumed],
@@ -258,7 +261,7 @@ def result_on_cluster(request: ClusterRequest) -> PlanOutcome:
         },
         "searched": {"planned": found.planned, "fitting": found.fitting} if found else None,
         "terms": terms(ledger),
-    }
+    }  # fmt: skip
     step = ledger.totals["step_seconds"]
     peak = where.hardware.peak(request.precision) * request.cluster.count
     shares = where.engine.selective_shares
@@ -362,13 +365,6 @@ def _cluster(request: ClusterRequest) -> dict[str, Any]:
         "per_node": cluster.node.accelerators, "fabric": cluster.node.fabric or None,
         "network_bytes_per_second": cluster.node.network_bytes_per_second,
         "oversubscription": cluster.node.oversubscription,
-    }  # fmt: skip
-
-
-def _work(request: ClusterRequest) -> dict[str, Any]:
-    return {
-        "sequence": request.sequence, "global_batch": request.global_batch, "steps": request.steps,
-        "tokens": request.steps * request.tokens_per_step, "tokens_per_step": request.tokens_per_step,
     }  # fmt: skip
 
 
