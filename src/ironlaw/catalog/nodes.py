@@ -91,21 +91,16 @@ def parse_cluster(text: str) -> Cluster:
     match = _CLUSTER.match(text.strip())
     if match is None:
         raise UserError(f"cannot read cluster '{text}': write COUNTxACCELERATOR, for example 64xh100-sxm-80gb")
-    count = _count(match["count"], text)
-    chosen = accelerator(match["name"])
-    return Cluster(chosen, count, node(match["node"] or chosen.default_node))
-
-
-def _count(digits: str | None, text: str) -> int:
-    count = 0.0
+    digits, count = match["count"] or "1", 0.0
     with suppress(ValueError):
-        count = 1.0 if digits is None else units.parse_number(digits)
+        count = units.parse_number(digits)
     if not 1 <= count <= MAX_ACCELERATORS or count % 1:
         raise UserError(
             f"cannot read cluster '{text}': '{digits}' must be a whole number of accelerators, "
             f"1 to {MAX_ACCELERATORS:,}"
         )
-    return int(count)
+    chosen = accelerator(match["name"])
+    return Cluster(chosen, int(count), node(match["node"] or chosen.default_node))
 
 
 @cache

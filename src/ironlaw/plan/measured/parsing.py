@@ -60,9 +60,9 @@ def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
     reader = csv.DictReader(stream, delimiter=separator)
     reader.fieldnames = names = [(name or "").strip().lower() for name in reader.fieldnames or []]
     rows = ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
-    if separator != ";":
-        return names, rows
-    return names, ({k: v.replace(",", ".") if _NUMBER.fullmatch(v) else v for k, v in row.items()} for row in rows)
+    if separator == ";":
+        rows = ({k: v.replace(",", ".") if _NUMBER.fullmatch(v) else v for k, v in row.items()} for row in rows)
+    return names, rows
 
 
 @dataclass

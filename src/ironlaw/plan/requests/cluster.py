@@ -309,15 +309,13 @@ def _kinds(layout: Layout) -> int:
 def _when_it_fits(
     request: ClusterRequest, layout: Layout, ledger: Ledger, found: SearchResult | None, limit: float
 ) -> dict[str, Any]:
-    money = add_costs(ledger, request.cluster, request.prices)
-    upper = ledger.totals["peak_bytes"].high
+    upper, slower = ledger.totals["peak_bytes"].high, None
     tight = upper is not None and upper > limit
     safest = found.safest if found else None
-    slower = None
     if found and found.best[0].layout != layout:
         slower = ledger.totals["step_seconds"].value / found.best[0].step_seconds - 1
     return {
-        "budget": money,
+        "budget": add_costs(ledger, request.cluster, request.prices),
         "margin": {"limit_bytes": limit, "tight": tight, "slower_than_fastest": slower},
         "safest": _candidate(request, safest) if tight and safest else None,
         "first_change": first_change(request, layout, ledger),
