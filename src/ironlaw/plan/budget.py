@@ -158,8 +158,7 @@ def _add_power(found: dict[str, Estimate], ledger: Ledger, cluster: Cluster, pri
 
 def _host_watts(cluster: Cluster) -> tuple[float, str]:
     """Returns the maximum watts of one host and their basis, from the accelerator's default node if unknown."""
-    usual = node(cluster.accelerator.default_node)
-    for candidate in (cluster.node, usual):
+    for candidate in (cluster.node, node(cluster.accelerator.default_node)):
         if candidate.host_watts is not None:
             share = min(1.0, cluster.count / candidate.accelerators)  # a job on part of a host counts that part
             words = f"hosts at {HOST_SHARE[0]:.0%} of {candidate.host_watts.value:,.0f} W ({candidate.product})"

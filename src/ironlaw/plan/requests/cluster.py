@@ -327,10 +327,9 @@ def _when_it_fits(
 def _when_it_does_not(request: ClusterRequest, plan: ClusterPlan) -> dict[str, Any]:
     """Returns the missing bytes, and changes that would make the plan fit."""
     limit, host = plan.outcome.limit_bytes, float(plan.outcome.host_bytes[0]) - plan.outcome.host_limit_bytes
-    margin = {
+    more: dict[str, Any] = {"budget": {}, "margin": {
         "limit_bytes": limit, "missing_bytes": plan.peak_bytes - limit, "missing_host_bytes": max(host, 0.0),
-    }  # fmt: skip
-    more: dict[str, Any] = {"budget": {}, "margin": margin}
+    }}  # fmt: skip
     if request.layout is not None:
         found = _ranking(request)
         if found.best:
