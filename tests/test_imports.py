@@ -41,7 +41,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "kernels": ("files",),  # C, and what calls it
     "ledger": ("ledger_types", "files", "errors"),
     "ledger_types": ("errors",),
-    "catalog": ("errors",),
+    "catalog": ("errors", "units"),
     "files": ("errors",),
     "schema": ("errors",),
     "package": (),  # its version

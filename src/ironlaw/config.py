@@ -275,9 +275,7 @@ def build_config(document: dict[str, Any], where: str = "config", overrides: Seq
         if name is not None and not isinstance(name, str):
             raise UserError(f'{where}: model.name = {name!r} is no name: write it in quotes, such as name = "gpt2"')
         if not started and name is not None and (name in model_names() or "layers" not in model):
-            changed = {key: value for key, value in model.items() if key != "name"}
-            _check_keys(changed, ModelConfig, "model")
-            document = document | {"model": with_overrides(model_figures(name) | {"name": name}, changed)}
+            document = document | {"model": with_overrides(model_figures(name), model)}
         return RunConfig(**document)
     except ValidationError as error:
         raise UserError(f"{where}: {explain_invalid(error, RunConfig)}") from None
@@ -298,7 +296,6 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     """Apply `[model] from = "DIR"`: take dimensions, weights and tokenizer from a Hugging Face directory or a run."""
     folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
-    _check_keys(overrides, ModelConfig, "model")
     there = read_model_config(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}
@@ -371,19 +368,14 @@ def _section_type(parts: Sequence[str], root: type[BaseModel]) -> type[BaseModel
     return kind
 
 
-def _check_keys(table: dict[str, Any], kind: type[BaseModel], section: str) -> None:
-    for key in table:
-        if key not in kind.model_fields:
-            near = did_you_mean(key, kind.model_fields, prefix=f"{section}.")
-            raise UserError(f"unknown key {section}.{key}: {near}")
-
-
 def explain_invalid(error: ValidationError, root: type[BaseModel]) -> str:
     """Describe the first problem with its key and, for an unknown key, the nearest valid one.
 
-    Unknown keys are reported first, since a key that seems missing is often misspelt.
+    Unknown keys are reported first, since a key that seems missing is often misspelt, and missing ones last: what is
+    wrong in what is there was written by the user.
     """
-    problem = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    turns = {"extra_forbidden": 0, "missing": 2}
+    problem = min(error.errors(), key=lambda problem: turns.get(problem["type"], 1))
     location = [str(part) for part in problem["loc"]]
     key = ".".join(location)
     if problem["type"] == "extra_forbidden":

@@ -10,6 +10,9 @@ from contextlib import contextmanager
 MAX_INTEGER = 2**53
 """Largest integer accepted: above it, neighbouring integers have the same float64."""
 
+MAX_FLOAT = 3.4e38
+"""Largest number accepted in a config: models are computed in fp32, in which a larger one is infinite."""
+
 MAX_TEXT = 4096  # characters, the limit of a path on Linux
 
 

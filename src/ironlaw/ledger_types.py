@@ -21,12 +21,12 @@ NAMED: Any = dict
 NUMBERS = (
     "accumulation", "batch", "bubble_fraction", "clock_hertz", "clock_highest_hertz", "compute_units",
     "copy_bytes_per_second", "cores", "data_cpu_fraction", "data_workers", "delayed_gap_seconds", "delayed_seconds",
-    "gradient_syncs_per_step", "host_bytes", "larger_batch", "launches_per_step", "logging_fraction", "machine_speed",
-    "matmul_peak_flops_per_second", "memory_bytes", "micro_batch", "module_fraction", "other_load", "pace",
-    "paused_seconds", "peak_bytes", "processor_throttled", "profiled_step_seconds", "rank", "ranks_per_host",
-    "recompile_seconds", "recomputed_seconds", "reserved_bytes", "rollbacks", "rollouts", "sequence", "skipped_updates",
-    "slow_steps_fraction", "slowest_rank", "steps_done", "steps_inferred", "threads", "tokens_per_micro_batch",
-    "world_size",
+    "evaluations_per_step", "gradient_syncs_per_step", "host_bytes", "larger_batch", "launches_per_step",
+    "logging_fraction", "machine_speed", "matmul_peak_flops_per_second", "memory_bytes", "micro_batch",
+    "module_fraction", "other_load", "pace", "paused_seconds", "peak_bytes", "processor_throttled",
+    "profiled_step_seconds", "rank", "ranks_per_host", "recompile_seconds", "recomputed_seconds", "reserved_bytes",
+    "rollbacks", "rollouts", "sequence", "skipped_updates", "slow_steps_fraction", "slowest_rank", "steps_done",
+    "steps_inferred", "threads", "tokens_per_micro_batch", "world_size",
 )  # fmt: skip
 TEXTS = (
     "autocast", "attention_reason", "data_place", "data_stage", "device", "finished", "gradients_found", "host",
@@ -39,8 +39,10 @@ WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
          "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
+         "inputs_differentiated",
          "module_again", "operation_slow", "outputs_unread", "padding", "passes_apart", "programs_beside",
-         "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "zeros_multiplied")  # fmt: skip
+         "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "weights_combined",
+         "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:

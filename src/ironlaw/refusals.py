@@ -145,6 +145,7 @@ def _rounds(run: Run) -> bool:
 
 
 _ADAM = ("adam", "adamw", "adam8bit", "galore", "muon", "paged_adamw", "paged_adam8bit")  # galore, muon: for the rest
+_ADAPTERS = ("lora", "qlora", "dora")
 _DECAYING = ("cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd")
 USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("schedule.kind", ("step",), "schedule: step_every step_factor"),
@@ -155,7 +156,8 @@ USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("optimizer.name", ("rmsprop", *_ADAM), "optimizer: beta2 eps"),
     ("optimizer.name", ("momentum", "muon"), "optimizer: momentum"),
     ("optimizer.name", ("galore",), "optimizer: rank projection_steps projection_scale"),
-    ("finetune.method", ("lora", "qlora", "dora"), "optimizer: adapter_lr_scale"),
+    ("finetune.method", _ADAPTERS, "optimizer: adapter_lr_scale"),
+    ("finetune.method", _ADAPTERS, "finetune: rank alpha dropout targets modules_to_save start_from"),
     ("train.precision", ("fp16", "auto"), "scaler: initial growth growth_steps backoff"),
     ("recompute.mode", ("every",), "recompute: every"),
     ("recompute.mode", ("selective",), "recompute: keep"),
@@ -165,6 +167,7 @@ USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("communication.gradients", ("powersgd",), "communication: rank start_step"),
     ("communication.local_steps", (), "communication: outer_lr outer_momentum"),
     ("tracking.to", (), "tracking: every project name"),
+    ("data.tokenizer", (), "data: end_of_text"),
     ("layout.zero", (), "layout: shard"),
     ("layout.tp", (), "layout: sp"),
     ("layout.pp", (), "layout: schedule"),

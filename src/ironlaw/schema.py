@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, validate_call
 
-from ironlaw.errors import MAX_INTEGER, MAX_TEXT, UserError, shortened_repr
+from ironlaw.errors import MAX_FLOAT, MAX_INTEGER, MAX_TEXT, UserError, shortened_repr
 
 Refusals = Iterable[tuple[object, str]]
 """Pairs of a condition that makes a config invalid, and the error message for it."""
@@ -49,6 +50,8 @@ def _as_meant(key: str, value: Any) -> Any:
         return tuple(_as_meant(key, item) for item in value)
     if isinstance(value, int) and abs(value) > MAX_INTEGER:
         raise ValueError(f"{key} is out of range: whole numbers go to {MAX_INTEGER:,}")
+    if isinstance(value, float) and MAX_FLOAT < abs(value) < math.inf:
+        raise ValueError(f"{key} is out of range: numbers go to {MAX_FLOAT:g}, the largest in fp32")
     if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_INTEGER:
         return int(value)
     if isinstance(value, str):

@@ -10,6 +10,14 @@ _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 NOT_KNOWN = "–"
 
 
+def parse_number(text: str) -> float:
+    """Parse "1,536", "1_000", "2e12" or "0.5". ValueError for other text, and for a comma that is no separator of
+    thousands: a decimal one would be lost."""
+    if "," in text and not re.fullmatch(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?", text):
+        raise ValueError(f"{text!r} has a comma that does not separate thousands")
+    return float(text.replace(",", ""))
+
+
 def parse_bytes(text: str) -> int:
     """Parse "20GiB", "1.5 GB" or "4096" into bytes. ValueError with an example if `text` is none of these."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kKMGTPEZY]?)(i?)(B?)\s*", text)

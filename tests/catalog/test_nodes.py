@@ -84,6 +84,7 @@ def test_every_accelerator_is_a_cluster_of_one(name: str) -> None:
         ("0xh200", "1 to"),
         ("-4xh200", "1 to"),
         ("2.5xh200", "whole number"),
+        ("1,5xh200", "whole number"),
         ("99999999999xh200", "1 to"),
         ("8xh100", "h100-sxm-80gb"),
         ("8xh20o", "h200"),

@@ -60,6 +60,13 @@ TABLE = {
     "set without equals": Bad(["train", "CONFIG", *NEW, "--set", "train.steps"], ["--set optimizer.lr=3e-4"]),
     "set without section": Bad(["plan", "CONFIG", "--set", "steps=3"], ["--set optimizer.lr=3e-4"]),
     "a number that is none": Bad(["train", "CONFIG", *NEW, "--set", "train.steps=many"], ["train.steps = 'many'"]),
+    "a number that fp32 lacks": Bad(["train", "CONFIG", *NEW, "--set", "model.logit_cap=1e308"], ["logit_cap", "fp32"]),
+    "a key beside one that is missing": Bad(
+        ["train", "CONFIG", *NEW, "--set", "model.moe.every=x"], ["moe.every = 'x'"]),
+    "a budget that is no size": Bad(
+        ["plan", "CONFIG", "--set", "recompute.budget=x"], ["recompute.budget: 'x'", "20GiB"]),
+    "a host that no name can be": Bad(["serve", "RUN", "--host", "\u202e"], ["cannot listen on", "another serve.host"]),
+    "a host with a label too long": Bad(["serve", "RUN", "--host", "x" * 70 + ".y"], ["cannot listen on"]),
     "heads": Bad(["train", "CONFIG", *NEW, "--set", "model.heads=5"], ["heads = 5", "use heads = 4"]),
     "key/value heads": Bad(["plan", "CONFIG", "--set", "model.kv_heads=3"], ["use kv_heads = 2"]),
     "micro-batch": Bad(["train", "CONFIG", *NEW, "--set", "train.micro_batch=9"], ["use train.micro_batch = 8"]),

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from ironlaw.__main__ import main
 from ironlaw.config import RunConfig, load_config
 from ironlaw.cores import usable_threads
 from ironlaw.data.readers import LINE_LIMIT_BYTES, read
@@ -69,6 +70,21 @@ def test_ctrl_c_that_a_library_swallows_still_interrupts(ironlaw_here: Here, mon
     monkeypatch.setattr("ironlaw.catalog.entries.entry_names", imported)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert ironlaw_here("catalog") == (130, "", "ironlaw: interrupted\n")
+
+
+def test_ctrl_c_while_the_command_line_is_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "ironlaw.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "ironlaw.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 130 and capsys.readouterr().err == "ironlaw: interrupted\n"
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])

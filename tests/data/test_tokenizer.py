@@ -74,6 +74,7 @@ def test_bad_tokenizers_are_one_line(trained: tokenizers.Tokenizer, tmp_path: Pa
     for act, words in (
         (lambda: tokenizers.load(tmp_path / "absent.json"), "is not a file"),
         (lambda: tokenizers.load(broken), "is not a Hugging Face tokenizer.json"),
+        (lambda: tokenizers.load(broken, made_here=True), f"delete {tmp_path}, and it is made again"),
         (lambda: tokenizers.load(endless), "data.end_of_text"),
         (lambda: tokenizers.load(endless, "<nope>"), "has no token"),
         (lambda: tokenizers.check_vocab(256), "257"),

@@ -76,6 +76,8 @@ PLANTED: dict[str, dict[str, Any]] = {
     "vocabulary_unused": {
         "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
+    "inputs_differentiated": {"facts": {"inputs_differentiated": {"part": 0.9, "place": "a.py:4", "lines": []}}},
+    "weights_combined": {"facts": {"weights_combined": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
         "phases": {"forward": 0.1, "backward": 0.2},
@@ -94,7 +96,10 @@ PLANTED: dict[str, dict[str, Any]] = {
             "device": "cpu",
         }
     },
-    "rows_untouched": {"facts": {"rows_untouched": {"part": 0.9, "place": "a.py:6"}}, "phases": {"optimizer": 0.1}},
+    "rows_untouched": {
+        "facts": {"rows_untouched": {"part": 0.0, "of_backward": 0.9, "place": "a.py:6"}},
+        "phases": {"backward": 0.2},
+    },
     "update_by_hand": {
         "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update": "a.py:9"}},
         "phases": {"optimizer": 0.1},
@@ -342,3 +347,11 @@ def test_confidence_falls_near_the_threshold(plan: Ledger) -> None:
     sure, unsure = (verdict(plan, phases={"data": share * step}) for share in (0.4, 0.125))
     assert sure.findings[0].rule == unsure.findings[0].rule == "input_bound"
     assert (sure.confidence, unsure.confidence) == ("high", "medium")
+
+
+def test_an_agent_that_acts_has_python_of_its_own_for_every_pass(plan: Ledger) -> None:
+    def rules(passes: float) -> list[str]:
+        diagnosis = verdict(plan, phases={"host": 0.1}, facts={"evaluations_per_step": passes})
+        return [finding.rule for finding in diagnosis.findings]
+
+    assert "host_bound" in rules(10.0) and "host_bound" not in rules(1000.0)

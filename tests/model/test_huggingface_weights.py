@@ -267,6 +267,12 @@ def test_wrong_weights_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\1" * 100)
     with pytest.raises(UserError, match="cannot be read"):
         check_weights(tmp_path, config)
+    for make, told in ((Path.mkdir, "is a folder"), (os.mkfifo, "is a pipe")):  # a pipe would be waited for
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        make(tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=told):
+            check_weights(tmp_path, config)
+        (tmp_path / "model.safetensors").rename(tmp_path / told)
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ironlaw
-from ironlaw.ledger import Ledger
+from ironlaw.ledger import Ledger, Phase
 from ironlaw.observe.gradients import GradientUse
 from ironlaw.observe.habits import Habits
 from ironlaw.observe.inputs import padding
 from ironlaw.observe.operation_checks import CountedCall, OperationChecks, unused_rows
 from ironlaw.observe.other_programs import OtherPrograms
 from ironlaw.observe.partition import Partition
+from ironlaw.observe.recording import LoopRecording
 from ironlaw.observe.trials import ModuleCall
 from ironlaw.observe.user_code import clipping_line, padding_line
 
@@ -482,8 +484,19 @@ def squares(out: torch.Tensor) -> torch.Tensor:
     return torch.stack([row.square().mean() for row in out]).mean()  # LOOP
 
 
+def computed_by_python(out: torch.Tensor) -> torch.Tensor:
+    rows = []
+    for row in out[:40]:
+        sum(range(40_000))  # PYTHON
+        rows.append(row.square().mean())
+    return torch.stack(rows).mean()
+
+
+LOSSES = {"LOOP": squares, "PYTHON": computed_by_python}
+
+
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("LOOP", 200), (None, 1)])
+@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("LOOP", 200), ("PYTHON", 0), (None, 1)])
 def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     loop: str | None, times: int, tmp_path: Path
 ) -> None:
@@ -492,7 +505,7 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
 
     def step() -> None:  # what is around a loop repeats nothing
         out = model(torch.randn(200, 8))
-        loss = squares(out) if loop == "LOOP" else out.square().mean()
+        loss = LOSSES[loop](out) if loop in LOSSES else out.square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -503,6 +516,8 @@ def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     found = facts_of(tmp_path / "run")["line_slow"]
     if loop is None:
         assert found is None or found["lines"] == ["Python without operations"]
+    elif loop == "PYTHON":
+        assert "# PYTHON" in line(found["place"]) and found["lines"] == ["Python without operations"]
     else:
         assert f"# {loop}" in line(found["place"]) and found["lines"][-1] == f"the same operations {times} times"
         assert 0.3 < found["forward"] <= 1 and 0.2 < found["backward"] <= 1
@@ -527,7 +542,9 @@ def test_parts_of_a_batch_have_one_backward_pass_and_are_no_outputs(second: str,
     """Unlike encoder and head that the loop calls one after the other, or a state that is handed on; and unlike
     gradient accumulation, which saves memory."""
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
-    habits = Habits(model, partition=Partition(cuda=False))
+    partition = Partition()
+    recording = LoopRecording(model, [], partition, is_compiled=False)
+    habits = Habits(model, [], partition, False, recording, lambda forwards: None)
     for _ in range(4):
         for given in (x, *[model(x) + 1 if second == "what the first gave" else x] * 3):
             habits.forward_begins(model, (given,), {})
@@ -591,6 +608,105 @@ def test_a_mask_that_was_spread_out_does_not_spread_on() -> None:
     assert counts("neg", [made], -made) is None
 
 
+def test_what_is_computed_of_weights_alone_has_a_line_and_what_an_input_takes_part_in_has_none() -> None:
+    model = nn.Linear(128, 128)
+    checks, weight, x = OperationChecks(model), model.weight, torch.randn(4, 128)
+    squares, scaled = weight.detach() ** 2, weight.detach() * 2
+
+    def counts(name: str, operands: list[torch.Tensor], made: torch.Tensor) -> bool:
+        return bool(checks.weights_combined(CountedCall("a.py:3", name, name != "mm", operands, [made])))
+
+    assert counts("pow", [weight], squares) and counts("sum", [squares], squares.sum())
+    assert not counts("t", [weight], weight.t()) and not counts("_to_copy", [weight], weight.double())
+    assert not counts("addmm", [model.bias, x, weight], x @ weight) and not counts("mul", [model.bias], model.bias * 2)
+    assert not counts("mul", [x], scaled) and not counts("add", [scaled], scaled + 1)
+
+
+@pytest.mark.parametrize("optimizer_of", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_loop_of_transformed_functions_and_one_of_closures_are_observed(optimizer_of: Any, tmp_path: Path) -> None:
+    """Gradients that a closure asks for are part of its loss, as in a loop without one."""
+    model = nn.Linear(2, 1)
+    ended: list[Any] = []
+    optimizer = optimizer_of(model.parameters(), lr=0.1)
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, dict(model.named_parameters()), (x,)).square().mean()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        x = torch.randn(4, 2, requires_grad=True)
+        begun = watch.partition.running
+        (found,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        ended.append((begun, [interval.phase for interval in watch.partition.intervals[-4:]]))
+        loss = found.square().mean()
+        loss.backward()
+        return loss
+
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2) as watch:
+        for _ in range(12):
+            if optimizer_of is torch.optim.LBFGS:
+                optimizer.step(closure)
+                continue
+            torch.func.vmap(loss_of)(torch.randn(3, 4, 2)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    facts = facts_of(tmp_path / "run")
+    assert facts["steps_done"] == 12 and facts["forwards_unread"] is None and facts["left_in_eval"] is None
+    assert all(begun is None and Phase.HOST not in phases for begun, phases in ended)
+
+
+@pytest.mark.parametrize("active", [2, 40])
+def test_a_profiler_of_the_loops_own_is_left_on_if_it_records_most_steps(active: int, tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer, schedule = torch.optim.SGD(model.parameters(), lr=0.1), torch.profiler.schedule
+    with (
+        torch.profiler.profile(schedule=schedule(wait=0, warmup=1, active=active, repeat=1)) as profiler,
+        ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0),
+    ):
+        for _ in range(12):
+            model(torch.randn(4, 8)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            profiler.step()
+    assert (facts_of(tmp_path / "run")["profiled"] is not None) is (active > 12)
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("use", ["none", "frozen", "read", "learned"])
+def test_gradients_of_inputs_through_what_is_frozen_are_for_nothing_unless_they_are_read(
+    use: str, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 1))
+    learned = torch.zeros(8, requires_grad=True)
+    weights = [*model[1].parameters(), learned]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            x = torch.randn(4, 8, requires_grad=use not in ("frozen", "learned"))
+            model(x + learned if use == "learned" else x).square().mean().backward()  # MODEL
+            if use == "read":
+                assert x.grad is not None
+                x.grad.norm()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["inputs_differentiated"]
+    assert "# MODEL" in line(found["place"]) if use == "none" else found is None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_runs_again_finds_no_gradients_of_the_last_step(reentrant: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(8):
+            hidden = checkpoint(model[0], torch.randn(4, 8, requires_grad=True), use_reentrant=reentrant)
+            loss = model[1](hidden).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert facts_of(tmp_path / "run")["gradients_uncleared"] is None
+
+
 @pytest.mark.parametrize(("name", "read"), [("_foreach_norm", True), ("_foreach_zero_", False)])
 def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: bool) -> None:
     """As those of the first of two passes of sharpness-aware minimization."""
@@ -607,7 +723,7 @@ def test_gradients_that_the_loop_itself_computes_with_are_read(name: str, read: 
         use.operation_called(name, [[p.grad for p in model.parameters()]])
     use.update_begins(optimizer)
     use.end()
-    assert use.facts([])["gradients_idle"]["part"] == (0.0 if read else 0.5)
+    assert use.facts([], 0.0)["gradients_idle"]["part"] == (0.0 if read else 0.5)
 
 
 def test_a_batch_in_a_sparse_format_is_not_run_again() -> None:

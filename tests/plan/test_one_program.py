@@ -18,7 +18,7 @@ from ironlaw.plan.cluster.layout_table import layout_of
 from ironlaw.plan.cluster.search import search
 from ironlaw.plan.cluster.system import system_of
 from ironlaw.plan.engines.named import engine
-from ironlaw.plan.memory import _Rank, highest_peak, peak_memory
+from ironlaw.plan.memory import _RankWalk, highest_peak, peak_memory
 from ironlaw.plan.recipe import not_trained_here, recipe_of_layout
 from ironlaw.workload.kinds import both_passes
 from ironlaw.workload.layout import parse_layout
@@ -236,7 +236,7 @@ def test_a_micro_batch_leaves_gradients_alone(name, precision, chunk, text):
     batch, recipe = recipe_of_layout(model, layout, 2048, 16, precision, "adamw")
     recipe = replace(recipe, loss_chunk=chunk if model.logits_are_a_product else 0)
     program = step(model, batch, layout, recipe, position=0)
-    rank = _Rank(program, 0)
+    rank = _RankWalk(program, 0)
     rank._forward(rank.first)
     before = dict(rank.walk.now)
     rank._backward(rank.first)

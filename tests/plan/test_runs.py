@@ -178,6 +178,7 @@ def test_a_degree_that_the_row_leaves_open_follows_from_the_others(tmp_path):
         ({"precision": "posit"}, "posit"),
         ({"global_batch": "4", "dp": "8"}, "less than"),
         ({"step_seconds": "inf"}, "finite"),
+        ({"step_seconds": "3,5"}, "write a point before decimals"),
     ],
 )
 def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
@@ -239,6 +240,10 @@ def test_other_separators_orders_and_marks(tmp_path):
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     runs, rejected = read_runs(path)
     assert len(runs) == 1 and not rejected and runs[0].id == "row 2"
+    path.write_text(
+        path.read_text().replace("2.0;bf16", "2,345;bf16")
+    )  # as spreadsheets write it where semicolons separate
+    assert read_runs(path)[0][0].step_seconds == 2.345
 
 
 def test_throughput_gives_the_step_time(tmp_path):

@@ -19,6 +19,8 @@ from ironlaw.plan.cluster.layout_space import lacked, possible_layouts, saving, 
 from ironlaw.plan.cluster.search import hiding, search
 from ironlaw.plan.cluster.system import fabric_of, system_of
 from ironlaw.plan.engines.named import engine, engines
+from ironlaw.plan.requests.hardware import assumed_links
+from ironlaw.workload.layout import parse_layout
 
 CASES = [
     ("llama3-8b", "64xh100-sxm-80gb", "nemo", "bf16", 8192, 256),
@@ -193,9 +195,56 @@ def test_no_plan_of_a_random_sample_is_absurd(seed):
                 assert (fast.step_seconds <= 1.02 * slow.step_seconds)[bound].all(), (said, narrow)
 
 
+def all_reduce(name, where, ranks, size):
+    return collective_seconds("all_reduce", size, ranks, fabric=fabric_of(accelerator(name), node(where)))
+
+
 def test_nvlink_is_not_timed_by_what_a_bus_attains():
     nvlink, bus = (
-        collective_seconds("all_reduce", 2**28, 4, fabric=fabric_of(accelerator(name), node(where)))
+        all_reduce(name, where, 4, 2**28)
         for name, where in (("v100-sxm-32gb", "dgx-1-v100"), ("v100-pcie-32gb", "pcie-workstation"))
     )
     assert 2**28 * 1.5 / nvlink > 0.6 * 150e9 > 2**28 * 1.5 / bus  # bytes that a rank sends, of NVLink's rate
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "measured_seconds"),  # of 512 MiB; NCCL 2.27 and 2.29 (ai-dynamo/aiconfigurator)
+    [("l40s", 2, 0.0267), ("l40s", 4, 0.156), ("l40s", 8, 0.649), ("rtx-pro-6000-blackwell", 8, 0.0381)],
+)
+def test_cards_share_pcie_as_measured(name, ranks, measured_seconds):
+    assert all_reduce(name, "pcie-server", ranks, 2**29) == pytest.approx(measured_seconds, rel=0.25)
+
+
+def test_pcie_reduces_nothing_in_a_switch():
+    sent = 2 * 7 / 8 * 2**29
+    assert all_reduce("h100-pcie-80gb", "pcie-server", 8, 2**29) > 2 * sent / 63e9
+
+
+@pytest.mark.parametrize(
+    ("on", "said"), [("8xa40", True), ("2xa40", False), ("8xl40s", False), ("8xh100-sxm-80gb", False)]
+)
+def test_how_cards_share_pcie_is_said_where_nobody_measured_it(on, said):
+    assert any(one.name == "PCIe" for one in assumed_links(parse_cluster(on))) == said
+
+
+def test_links_whose_constants_are_assumed_are_named():
+    """Collectives of V100s were measured over PCIe alone."""
+    links = {name: system_of(parse_cluster(name), engine("nemo"), "fp16") for name in ("4xv100-sxm-32gb", "4xl40s")}
+    named = {name: "collectives" in str(where.hardware.efficiency.assumptions()) for name, where in links.items()}
+    assert named == {"4xv100-sxm-32gb": True, "4xl40s": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "on", "software", "layout", "batch", "formats"),
+    [
+        # The same compute hides transfers once, sharded ones or those among copies.
+        ("mixtral-8x22b", "8xmi300x", "generic", "dp=4 zero=2 shard=2 pp=2", 4, ("fp32", "tf32")),
+        # Transfers go on while the device waits for launches.
+        ("phi-3-mini", "16xh800-sxm-80gb", "nanotron", "dp=16 recompute=every:8", 16, ("tf32", "bf16")),
+    ],
+)
+def test_faster_products_make_no_step_longer(name, on, software, layout, batch, formats):
+    candidates = candidates_of(ModelConfig.named(name), [parse_layout(layout)], sequence=512, global_batch=batch)
+    systems = (system_of(parse_cluster(on), engine(software), precision) for precision in formats)
+    slow, fast = (plan_candidates(candidates, where).times.step_seconds[0] for where in systems)
+    assert fast <= 1.0001 * slow

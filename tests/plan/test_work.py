@@ -19,7 +19,7 @@ def test_numbers_of_tokens(text, tokens):
     assert tokens_of(text) == pytest.approx(tokens)
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1T", "1TB", "0", "1e40", "T"])
+@pytest.mark.parametrize("text", ["", "lots", "-1T", "1TB", "0", "1e40", "T", "1,5T", "1,00,000"])
 def test_what_is_no_number_of_tokens(text):
     with pytest.raises(UserError, match="--tokens"):
         tokens_of(text)

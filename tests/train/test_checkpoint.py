@@ -103,6 +103,12 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert found is not None and found.step == 100
 
 
+def test_what_a_killed_process_did_not_drop_is_dropped_by_the_next(tmp_path: Path) -> None:
+    found = [save(tmp_path, step, keep=9) for step in (5, 10, 20)][-1]
+    Checkpointer(tmp_path, CheckpointConfig(keep=2), MODEL).go_on_from(found)
+    assert names(tmp_path) == ["step-00000010", "step-00000020"]
+
+
 def test_a_damaged_one_drops_none_of_those_that_a_run_resumed_before_it_writes(tmp_path: Path) -> None:
     save(tmp_path, 20, keep=2)
     weights = save(tmp_path, 30, keep=2).path / "model.safetensors"

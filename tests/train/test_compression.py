@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 import signal
@@ -287,6 +288,13 @@ def test_an_interrupted_sweep_shows_what_it_has_measured(
 def test_what_is_made_of_a_run_goes_beside_it() -> None:
     assert path_beside(Path("runs/demo/"), "int4,2:4") == Path("runs/demo-int4-2-4")
     assert path_beside(Path("."), "hf") == Path.cwd().with_name(f"{Path.cwd().name}-hf")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), OSError("9 requested and 4 written")])
+def test_a_full_disk_is_said_and_leaves_nothing(error: OSError, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left") as full, complete_or_nothing(tmp_path / "made"):
+        raise error
+    assert full.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
 
 
 def test_what_is_told_to_stop_leaves_nothing_half_written_and_what_was_killed_is_cleared(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
@@ -76,3 +78,18 @@ def test_a_session_replaces_the_tokenizer_as_a_whole(
     before = file.stat().st_ino, file.read_bytes()
     train(tiny_config(), tmp_path / "run", resume=True)
     assert file.stat().st_ino != before[0] and file.read_bytes() == before[1]
+
+
+def test_weights_that_are_refused_leave_no_run_behind(
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert ironlaw_here("train", tiny_file(), "--out", "run")[0] == 0
+    assert ironlaw_here("export", "run", "there")[0] == 0
+    weights = tmp_path / "there" / "model.safetensors"
+    good = load_file(weights)
+    save_file({name: tensor * math.nan for name, tensor in good.items()}, weights)
+    words = ("train", tiny_file(), "--out", "second", "--set", "model.from=there")
+    code, _, said = ironlaw_here(*words)
+    assert code == 2 and "not finite" in said and not (tmp_path / "second").exists()
+    save_file(good, weights)
+    assert ironlaw_here(*words)[0] == 0

@@ -10,9 +10,11 @@ Rates are one direction, bytes/s, per network card or per accelerator as the fie
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+from ironlaw import units
 from ironlaw.catalog.accelerators import Accelerator, accelerator
 from ironlaw.catalog.figures import Figure, read_entry, read_toml, stems, unknown
 from ironlaw.errors import UserError
@@ -95,18 +97,15 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _count(digits: str | None, text: str) -> int:
-    if digits is None:
-        return 1
-    try:
-        count = int(digits.replace(",", ""))
-    except ValueError:
-        count = 0
-    if not 1 <= count <= MAX_ACCELERATORS:
+    count = 0.0
+    with suppress(ValueError):
+        count = 1.0 if digits is None else units.parse_number(digits)
+    if not 1 <= count <= MAX_ACCELERATORS or count % 1:
         raise UserError(
             f"cannot read cluster '{text}': '{digits}' must be a whole number of accelerators, "
             f"1 to {MAX_ACCELERATORS:,}"
         )
-    return count
+    return int(count)
 
 
 @cache

@@ -56,7 +56,7 @@ def described(error: BaseException) -> tuple[int, str]:
 
 def _errno(error: BaseException) -> int | None:
     """Return the system's error number, if there is one. Rust libraries put it in the text of their own exceptions."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     found = re.search(r"\(os error (\d+)\)", str(error))
     return int(found[1]) if found else None

@@ -44,8 +44,8 @@ class Dataset:
     validation: TokenSplit
     vocab: int  # size of the vocabulary: every id is smaller
     end_of_text: int  # the id that closes each document
-    end_of_text_token: str | None  # its name in the tokenizer; None for mock data and tokens made elsewhere
-    tokenizer_path: Path | None  # None for mock data and tokens made elsewhere
+    end_of_text_token: str | None = None  # its name in the tokenizer; None for mock data and tokens made elsewhere
+    tokenizer_path: Path | None = None  # None for mock data and tokens made elsewhere
     skipped: dict[str, int] = field(default_factory=dict)  # files and records by reason
     # Seconds of read, train_tokenizer, tokenise, write and unigram, each alone; with worker processes they overlap.
     seconds: dict[str, float] = field(default_factory=dict)

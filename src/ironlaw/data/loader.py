@@ -114,19 +114,16 @@ class Loader:
         return TokenWindows(train.tokens, self.sequence, seed, needed, train.bounds)
 
     def _rows(self, split: TokenSplit, seed: int) -> PackedRows:
-        packed, config = self._pack(split.bounds), self.config
-        return PackedRows(split.tokens, packed, seed, self.dataset.end_of_text, split.marks, config.pairs)
-
-    def _pack(self, bounds: np.ndarray) -> Packed:
+        bounds, pairs = split.bounds, self.config.pairs
         if id(bounds) not in self._packed:
-            longest = int(np.diff(bounds).max(initial=0)) if self.config.pairs else 0
+            longest = int(np.diff(bounds).max(initial=0)) if pairs else 0
             if longest > self.sequence:
                 raise UserError(
                     f"a pair of answers with their prompt has {longest:,} tokens, more than a sequence of "
                     f"{self.sequence:,}: raise train.sequence, or leave that pair out"
                 )
             self._packed[id(bounds)] = best_fit(bounds, self.sequence)
-        return self._packed[id(bounds)]
+        return PackedRows(split.tokens, self._packed[id(bounds)], seed, self.dataset.end_of_text, split.marks, pairs)
 
 
 Prepared = TypeVar("Prepared")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_MASK = 2**64 - 1
+Words = TypeVar("Words", int, np.ndarray)
 
 
 def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
@@ -24,7 +26,7 @@ def permuted(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     while outside.any():
         left, right = values[outside] >> half, values[outside] & mask
         for k in keys:
-            left, right = right, left ^ (mix_array(right ^ k) & mask)
+            left, right = right, left ^ (finalised(right ^ k) & mask)
         values[outside] = (left << half) | right
         outside = values >= np.uint64(size)
     return values.astype(np.int64)
@@ -40,19 +42,17 @@ def permutations(first: int, number: int, size: int, key: Callable[[int], int]) 
     return epochs, positions
 
 
-def mix_array(x: np.ndarray) -> np.ndarray:
-    """Apply the finaliser of splitmix64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
-    return x ^ (x >> np.uint64(31))
+def finalised(x: Words) -> Words:
+    """Apply the finaliser of splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) to a number, or to an
+    array of uint64: every input bit reaches every output bit. Arithmetic is modulo 2**64."""
+    for shift, multiplier in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift)) * multiplier & _MASK
+    return x ^ (x >> 31)
 
 
 def mix(*numbers: int) -> int:
-    """Return a 64-bit hash of a few integers: the same finaliser on Python's integers, quicker for single values."""
+    """Return a 64-bit hash of a few integers."""
     x = 0
     for number in numbers:
-        x = (x + 0x9E3779B97F4A7C15 + number) % 2**64
-        x = (x ^ (x >> 30)) * _MULTIPLIERS[0] % 2**64
-        x = (x ^ (x >> 27)) * _MULTIPLIERS[1] % 2**64
-        x ^= x >> 31
+        x = finalised((x + 0x9E3779B97F4A7C15 + number) & _MASK)
     return x

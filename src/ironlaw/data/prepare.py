@@ -80,8 +80,6 @@ def _mock(config: DataConfig, vocab: int) -> Dataset:
         validation=validation,
         vocab=vocab,
         end_of_text=0,
-        end_of_text_token=None,
-        tokenizer_path=None,
         unigram_loss=math.log(vocab),
         name="mock",
     )

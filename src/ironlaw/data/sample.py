@@ -87,4 +87,4 @@ def shared_tokenizer(
             yield from sample(corpus, splitter, int(tokenizers.SAMPLE_BYTES * corpus.source.weight / weights))
 
     building.make(folder, lambda place: tokenizers.train(texts(), vocab, place / "tokenizer.json"))
-    return tokenizers.load(folder / "tokenizer.json")
+    return tokenizers.load(folder / "tokenizer.json", made_here=True)

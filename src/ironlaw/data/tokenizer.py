@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ironlaw.errors import UserError, reported
-from ironlaw.files import at_home, cache_folder, read_json_or_empty
+from ironlaw.files import at_home, cache_folder, read_json_or_empty, write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -64,9 +64,7 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
     try:
         inner = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
         kept.parent.mkdir(parents=True, exist_ok=True)
-        partial = kept.with_suffix(f".{os.getpid()}")
-        inner.save(str(partial))
-        partial.replace(kept)
+        write_text(kept, inner.to_str(pretty=True))
     except Exception as error:  # each tokenizer class raises its own exceptions
         reason = " ".join(str(error).split())[:200]
         if ".model" in names and importlib.util.find_spec("sentencepiece") is None:
@@ -184,24 +182,27 @@ class Tokenizer:
         return str(self.inner.decode([int(i) for i in ids], skip_special_tokens=skip_special))
 
 
-def load(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
-    """Read a Hugging Face tokenizer.json, or the tokenizer of a model's directory."""
+def load(path: str | Path, end_of_text: str | None = None, made_here: bool = False) -> Tokenizer:
+    """Read a Hugging Face tokenizer.json, or the tokenizer of a model's directory. `made_here`: it can be made again
+    if it is damaged, as a converted one can."""
     file = at_home(path)
     home = file if file.is_dir() else None
     if home is not None:
         file = tokenizer_file(home)
+        made_here = file.parent != home
     if not file.is_file():
         raise UserError(f'data.tokenizer = "{path}" is not a file: write the path of a tokenizer.json')
-    return Tokenizer(read_tokenizer(file), file, end_of_text, home)
+    inner = read_tokenizer(file, f"delete {file.parent}, and it is made again") if made_here else read_tokenizer(file)
+    return Tokenizer(inner, file, end_of_text, home)
 
 
-def read_tokenizer(file: Path) -> HuggingFaceTokenizer:
+def read_tokenizer(file: Path, remedy: str = "export one with save()") -> HuggingFaceTokenizer:
     """Read a tokenizer without the padding and truncation that were saved with it: both spoil a corpus. Raises
     UserError for a file that is none."""
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
     # The library raises a bare Exception for every malformed file.
-    with reported(f"{file} is not a Hugging Face tokenizer.json ({{reason}}): export one with save()", Exception):
+    with reported(f"{file} is not a Hugging Face tokenizer.json ({{reason}}): {remedy}", Exception):
         inner = HuggingFaceTokenizer.from_file(str(file))
     inner.no_padding()
     inner.no_truncation()

@@ -39,9 +39,12 @@ def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float |
 
 def _rule(
     name: str, axis: str = "algorithm", tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
-    gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, **entry: Any,
+    gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, figure: str = "",
+    **entry: Any,
 ) -> Rule:  # fmt: skip
     figures = FIGURES.get(name)
+    if figure:
+        figures = lambda e: [figure.format(**e.run.facts | (e.fact(place or name) or {}))]  # noqa: E731
     measure: Measure
     if part_of:
         measure, place = partial(_part_of_phases, phases=part_of, fact=name), name

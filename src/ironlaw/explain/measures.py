@@ -14,7 +14,7 @@ from ironlaw.units import count, percent, rate, seconds
 
 LARGE_KIND = 0.04  # of the planned step: smaller kinds are noise
 CLEARLY_OVER = 1.15  # times the plan
-LOOP_SECONDS = 1e-3  # per step, of a loop that does nothing unusual between its passes
+LOOP_SECONDS, PASS_SECONDS = 1e-3, 1e-4  # per step and evaluation, of a loop that does nothing unusual between passes
 
 
 def _off_plan(e: RunEvidence) -> Reading | None:
@@ -141,13 +141,10 @@ def _host_share(e: RunEvidence) -> float | None:
     what any loop takes."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
-    usual = LOOP_SECONDS / (e.step * _undelayed(e)) if e.step else 0.0
+    loop = LOOP_SECONDS + PASS_SECONDS * float(e.fact("evaluations_per_step") or 0.0)
+    usual = loop / (e.step * _undelayed(e)) if e.step else 0.0
     known = _at_loader(e) + float(e.fact("module_fraction") or 0.0)
     return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
-
-
-def _host_figures(e: RunEvidence) -> list[str]:
-    return [*e.line_figures(Phase.HOST), f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}"]
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:
@@ -228,7 +225,10 @@ MEASURES: dict[str, Measure] = {
     "memory_bound": lambda e: e.bound_share("memory"),
 }
 FIGURES: dict[str, Figures] = {
-    "host_bound": _host_figures,
+    "host_bound": lambda e: [
+        *e.line_figures(Phase.HOST),
+        f"host {_phase_seconds(e, Phase.HOST)} of a step of {seconds(e.step)}",
+    ],
     "overhead_bound": _overhead_figures,
     "irregular_steps": lambda e: [
         f"typical step {seconds(e.step)}; wall time above it {percent(e.fact('slow_steps_fraction'))}"

@@ -11,7 +11,7 @@ from ironlaw.explain.evidence import NOTICED, RunEvidence
 from ironlaw.explain.gap import recomputed_seconds
 from ironlaw.explain.rule import Figures, Measure, Reading
 from ironlaw.ledger import STEP_PHASES, Phase
-from ironlaw.units import bytes_, percent, seconds
+from ironlaw.units import bytes_, seconds
 
 ROOM = 0.85  # of the memory
 MAX_SYNCS = 1.5  # per step: one reading of the loss is how most loops log
@@ -103,7 +103,17 @@ def _by_hand(e: RunEvidence) -> float | None:
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
+def _untouched(e: RunEvidence) -> float | None:
+    """The update by the part of all gradients, and the backward pass by what the making of such rows takes of it."""
+    found = e.fact("rows_untouched")
+    if not found:
+        return None
+    parts = ((Phase.OPTIMIZER, found["part"]), (Phase.BACKWARD, found.get("of_backward", 0.0)))
+    return float(sum(part * (e.phase_share(phase) or 0.0) for phase, part in parts))
+
+
 MEASURES: dict[str, Measure] = {
+    "rows_untouched": _untouched,
     "memory_grows": _growth,
     "recompiles": _recompiles,
     "update_by_hand": _by_hand,
@@ -113,16 +123,6 @@ MEASURES: dict[str, Measure] = {
     "logging_frequent": logging_share,
 }
 FIGURES: dict[str, Figures] = {
-    "half_slow": lambda e: [f"in {e.fact('precision')}"],
-    "profiler_left_on": lambda e: [str(e.fact("profiled"))],
-    "padding": lambda e: [
-        f"{percent(e.fact('padding')['part'], 0)} of the elements of a batch are padding, "
-        f"{percent(e.fact('padding')['columns'], 0)} in columns that hold nothing else"
-    ],
-    "vocabulary_unused": lambda e: [
-        f"{e.fact('vocabulary_unused')['unused']:.0%} of {e.fact('vocabulary_unused')['rows']:,} rows are behind the "
-        "highest token of a batch"
-    ],
     "update_by_hand": lambda e: e.line_figures(Phase.OPTIMIZER),
     "misaligned": _align_figures,
 }

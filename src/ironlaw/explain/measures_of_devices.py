@@ -159,7 +159,6 @@ MEASURES: dict[str, Measure] = {
     "device_busy": _traced(Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER),
 }
 FIGURES: dict[str, Figures] = {
-    "thread_busy": lambda e: [f"it computes {percent(e.fact('busy_thread')['part'], 0)} of the time"],
     "communication_bound": lambda e: [
         *e.line_figures(Phase.COMMUNICATION), f"{percent(_communication(e))} of the step",
     ],

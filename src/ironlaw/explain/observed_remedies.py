@@ -1,5 +1,6 @@
 """Remedies for a user's own loop: changes of code, not of a config. Gains come from plans of the module, from what was
-measured, or from a small experiment at the end of the run; `basis` says which.
+measured, or from a small experiment at the end of the run; `basis` says which. Their words are in
+observed_remedies.toml.
 """
 
 from __future__ import annotations
@@ -7,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 from ironlaw.explain.diagnose import Finding
 from ironlaw.explain.evidence import RunEvidence
@@ -16,10 +19,10 @@ from ironlaw.explain.measures_of_devices import useless_exchanges
 from ironlaw.explain.remedy import CHECKPOINT_SHARE, EVALUATION_SHARE, Effect, Proposal, Remedy, RemedyKind
 from ironlaw.explain.rule import Tier
 from ironlaw.explain.waterfall import PRODUCTS
+from ironlaw.files import read_toml
 from ironlaw.ledger import Kind, Ledger, Line, Phase
 from ironlaw.observe.observed_run import larger_by
 
-MIN_PLANNED = 0.10  # what only a plan says must be more than the plan's own error
 TIMES_FEWER = 10  # times, evaluations and checkpoints
 BOTH_WAYS, MEASURED = "timed both ways at the end of the run", "measured seconds of this run"
 
@@ -213,7 +216,7 @@ def _syncs(now: ObservedPlans) -> list[Proposal]:
     return _saved(now, how, saved, "measured waits for the exchange of gradients")
 
 
-def _between(name: str, title: str, risk: str, how: str, share: float) -> RemedyKind:
+def _between(name: str, how: str, share: float) -> Callable[[ObservedPlans], list[Proposal]]:
     """What happens between steps, less often."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
@@ -222,9 +225,7 @@ def _between(name: str, title: str, risk: str, how: str, share: float) -> Remedy
         # No part of a step: its share is of what passes in all.
         return [replace(p, gain=(now.wall_share(name) or 0.0) * (1 - 1 / TIMES_FEWER)) for p in found]
 
-    return RemedyKind(
-        name, title, f"it takes over {share:.0%} of the training time ({name})", Effect.NONE, risk, propose
-    )
+    return propose
 
 
 def remedies_of_faults(findings: Sequence[Finding], remedies: Sequence[Remedy], now: ObservedPlans) -> list[Remedy]:
@@ -247,65 +248,20 @@ def remedies_of_faults(findings: Sequence[Finding], remedies: Sequence[Remedy], 
 
 FP32 = "model.float(), inputs in torch.float32, no autocast ({place})"
 BF16 = 'with torch.autocast("{device}", dtype=torch.bfloat16): around the forward pass'
-BITS, COMPARE = "rounding differs in the last bits", "rounding differs: compare the loss of the first steps"
-REMEDIES: tuple[RemedyKind, ...] = (
-    RemedyKind(
-        "data", "Prepare batches while the step runs", "the step waits for data", Effect.NONE,
-        "none for the model; workers take memory and cores", _data,
-    ),
-    RemedyKind(
-        "straggler", "Find out what slows one rank", "one rank works longer than the others", Effect.NONE, "none",
-        _straggler,
-    ),
-    RemedyKind(
-        "threads", "As many threads as cores", "threads are not as many as cores", Effect.NONE, "none", _threads,
-    ),
-    RemedyKind("mode", "Switch it back", "a switch of PyTorch is on", Effect.NONE, "none for training", _left_on),
-    RemedyKind("float64", "Train in fp32", "weights are float64", Effect.ROUNDING, COMPARE, _retype("float64", FP32)),
-    RemedyKind(
-        "half", "Train in fp32", "16 bits are slower on this machine", Effect.ROUNDING, COMPARE, _retype("half", FP32),
-    ),
-    RemedyKind(
-        "precision", "Train in bf16", "the run is in fp32, and this machine multiplies bf16 faster", Effect.ROUNDING,
-        COMPARE, _retype("bf16", BF16), min_gain=MIN_PLANNED,
-    ),
-    RemedyKind(
-        "batch", "Larger micro-batches", "one forward pass is too little work for what calling it costs", Effect.NONE,
-        "takes more memory", _batch(merged=True), min_gain=MIN_PLANNED,
-    ),
-    RemedyKind(
-        "batch", "Larger batches, fewer steps", "one forward pass is too little work for what calling it costs",
-        Effect.TRAINING, "fewer updates for the same samples: retune the learning rate", _batch(merged=False),
-        min_gain=MIN_PLANNED,
-    ),
-    RemedyKind(
-        "attention", "Fuse attention", "attention writes its scores to memory", Effect.ROUNDING, BITS, _attention,
-    ),
-    RemedyKind(
-        "native", "Ironlaw's attention kernel", "PyTorch's fused attention is slow on this processor at these shapes",
-        Effect.ROUNDING, "sums are taken in another order", _native,
-    ),
-    RemedyKind(
-        "fused_update", "Fuse the update", "the optimizer updates tensor by tensor, or in several passes",
-        Effect.ROUNDING, BITS, _fused_update,
-    ),
-    RemedyKind(
-        "alignment", "Pad odd sizes to a multiple of 64", "a large matrix has a size that tiles do not divide",
-        Effect.MODEL, "unused rows of the vocabulary, or a slightly larger model", _alignment,
-    ),
-    RemedyKind(
-        "recompute", "Keep activations instead of recomputing them", "memory has room for the activations", Effect.NONE,
-        "takes more memory", _recompute,
-    ),
-    RemedyKind(
-        "no_sync", "Synchronise gradients once per step", "gradients accumulate", Effect.NONE, "none", _syncs,
-    ),
-    _between(
-        "evaluation", "Evaluate a tenth as often", "the curve has fewer points", "evaluate every N steps",
-        EVALUATION_SHARE,
-    ),
-    _between(
-        "checkpoint", "Save a tenth as often", "an interruption loses more steps", "save every N steps",
-        CHECKPOINT_SHARE,
-    ),
-)  # fmt: skip
+PROPOSALS: dict[str, Callable[[ObservedPlans], list[Proposal]]] = {
+    "data": _data, "straggler": _straggler, "threads": _threads, "mode": _left_on, "float64": _retype("float64", FP32),
+    "half": _retype("half", FP32), "precision": _retype("bf16", BF16), "batch": _batch(merged=True),
+    "larger_steps": _batch(merged=False), "attention": _attention, "native": _native, "fused_update": _fused_update,
+    "alignment": _alignment, "recompute": _recompute, "no_sync": _syncs,
+    "evaluation": _between("evaluation", "evaluate every N steps", EVALUATION_SHARE),
+    "checkpoint": _between("checkpoint", "save every N steps", CHECKPOINT_SHARE),
+}  # fmt: skip
+
+
+def _kind(key: str, effect: str, name: str = "", **entry: Any) -> RemedyKind:
+    return RemedyKind(name or key, effect=Effect[effect.upper()], propose=PROPOSALS[key], **entry)
+
+
+REMEDIES = tuple(
+    _kind(key, **entry) for key, entry in read_toml(Path(__file__).with_name("observed_remedies.toml")).items()
+)

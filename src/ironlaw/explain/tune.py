@@ -290,9 +290,11 @@ class TrialRunner:
         step = outcome.ledger.totals.get("step_seconds")
         if step is None:
             raise UserError(f"{out} measured no step: give a larger --budget")
-        typical = _median_step(out)
-        losses = tuple(float(m["loss"]) for m in read_metrics(out / "metrics.jsonl"))
-        return Measured(typical / config.tokens_per_step, typical, losses, str(out))
+        steps = read_metrics(out / "metrics.jsonl")
+        seconds = sorted(m["seconds"] for m in steps[4:] if not m.get("recorded"))
+        # The median of the quicker half: other load on the machine only adds.
+        typical = float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))
+        return Measured(typical / config.tokens_per_step, typical, tuple(float(m["loss"]) for m in steps), str(out))
 
     def _short(self, config: RunConfig) -> RunConfig:
         """Returns the config of a short run: no evaluation, no checkpoint, nothing recorded."""
@@ -303,9 +305,3 @@ class TrialRunner:
             {"train.steps": steps, "schedule.warmup_steps": min(config.warmup_steps, steps), "train.profile_steps": 0,
              "evaluation.every": 0, "evaluation.batches": 1, "checkpoint.every": 0},
         )  # fmt: skip
-
-
-def _median_step(out: Path) -> float:
-    """Returns the median of the quicker half: other load on the machine only adds."""
-    seconds = sorted(m["seconds"] for m in read_metrics(out / "metrics.jsonl")[4:] if not m.get("recorded"))
-    return float(statistics.median(seconds[: max(1, (len(seconds) + 1) // 2)]))

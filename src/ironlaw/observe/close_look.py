@@ -42,11 +42,11 @@ MAX_OPERATIONS = 50_000  # a step of more is not looked at further: each costs s
 MIN_SAVED = 0.3  # of an operation that is tried otherwise: less is noise
 FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
 UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
-VOCABULARY = "vocabulary_unused"
+VOCABULARY, INPUTS = "vocabulary_unused", "inputs_differentiated"
 MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
 ONE_OPERATION = "one operation: "
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
-TIMES_USUAL = 3  # the median time between two operations: more of it is Python of the user's own
+TIMES_USUAL = 3  # the median time between two operations, a short one's at most: more is Python of the user's own
 MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
@@ -78,7 +78,7 @@ class CloseLook(TorchDispatchMode):
         self._is_on, self._is_looking, self._collects = False, True, False
         self._seconds: dict[str, Seconds] = defaultdict(lambda: defaultdict(float))  # kind -> seconds
         self._marked: dict[str, set[str]] = defaultdict(set)  # rule -> lines
-        self._whole, self._backward, self._operations = 0.0, 0.0, 0
+        self._whole, self._backward, self._tables, self._operations = 0.0, 0.0, 0.0, 0
         self._taking: set[str] = set()  # lines that take values with a gradient, or what such lines make without one
         self._made_by: dict[int, str] = {}  # address of what they make without a gradient -> line
         self._feeds: dict[str, set[str]] = defaultdict(set)  # line -> lines that take what it makes so
@@ -87,6 +87,8 @@ class CloseLook(TorchDispatchMode):
         self._nodes: dict[int, _Node] = {}  # by sequence number
         self._newest = torch._C._autograd._get_sequence_nr()
         self._unread_part = 0.0  # of the outputs
+        self._inputs: list[Tensor] = []  # with gradients of their own, that nothing has read
+        self._to_inputs: set[int] = set()  # numbers of nodes from which a backward pass comes to no weight
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
         self._trace = LineTrace(self._line_begins, everywhere=True)
         self._gaps: list[Seconds] = [defaultdict(float)]  # between two operations of a pass
@@ -129,8 +131,27 @@ class CloseLook(TorchDispatchMode):
         self._loops.end()
         self._pass_line = user_line()
         self._checks.uses_autocast = torch.is_autocast_enabled("cpu")
-        for node in graph_of(roots) if self._is_on else ():
-            self._read.add(self._nodes.get(node._sequence_nr(), ("",))[0])
+        nodes = graph_of(roots) if self._is_on else []
+        self._read |= {self._nodes.get(node._sequence_nr(), ("",))[0] for node in nodes}
+        self._find_inputs(nodes)
+
+    def _find_inputs(self, nodes: list[Any]) -> None:
+        """Find inputs that have gradients of their own, and nodes from which a backward pass comes to nothing else."""
+        leads: dict[Any, bool] = {}  # node -> whether a backward pass comes from it to a weight
+        for node in sorted(nodes, key=lambda node: -1 if hasattr(node, "variable") else node._sequence_nr()):
+            leaf = getattr(node, "variable", None)
+            if leaf is None:  # a function of the user's may write any gradient
+                is_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+                leads[node] = is_function or any(leads.get(before) for before, _ in node.next_functions)
+            else:
+                leads[node] = isinstance(leaf, nn.Parameter) or leaf.data_ptr() in self._state
+                self._inputs += [] if leads[node] else [leaf]
+        self._to_inputs |= {node._sequence_nr() for node, is_needed in leads.items() if not is_needed}
+
+    def _forget_read(self, operands: Any) -> None:
+        """Forget inputs whose gradients an operation takes."""
+        read = {t.data_ptr() for t in dense(operands)}
+        self._inputs = [one for one in self._inputs if read.isdisjoint(t.data_ptr() for t in dense(one.grad))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._line_begins(self._line, is_counted=not _is_called_by_layer())
@@ -144,6 +165,7 @@ class CloseLook(TorchDispatchMode):
                 name = func.overloadpacket.__name__
                 if self._partition.running is not Phase.BACKWARD:
                     self._on_operation(name, args)
+                    self._forget_read(args if self._inputs else ())
                 if self._is_in_pass():
                     self._count(func, args, kwargs or {}, result, seconds)
                 elif self._made_by:
@@ -214,7 +236,11 @@ class CloseLook(TorchDispatchMode):
                 self._nodes[number] = line, kinds, 0.0, lines
                 self._marked[UNREAD].add(line)
                 self._seconds[UNREAD][line] += forward
+        if number in self._to_inputs:
+            kinds = [*kinds, INPUTS]
+            self._marked[INPUTS].add(line)
         self._backward += seconds
+        self._tables += seconds if "embedding" in name else 0.0
         for loop in lines:
             self._seconds[BACKWARD][loop] += seconds
         return line, kinds
@@ -285,12 +311,18 @@ class CloseLook(TorchDispatchMode):
             updated = sum(size for size, is_of_words in sizes if is_of_words) / sum(size for size, _ in sizes)
             part |= {"part": part["part"] * unused, "optimizer": updated * unused, "rows": rows, "unused": unused,
                      "place": None, "lines": [part["place"], *part["lines"]]}  # fmt: skip
+        found[INPUTS] = self._part(self._seconds[INPUTS], self._marked[INPUTS]) if self._inputs else None
         unread = self._unread() - set(calls)
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),
             "operation_slow": self._slowest_operation(calls),
             "line_slow": self._slowest_line(set(calls)),
         }
+
+    @property
+    def tables_part(self) -> float:
+        """Of the backward passes, for gradients of embeddings."""
+        return self._tables / (self._backward or 1.0)
 
     def place_of(self, operation: str) -> str | None:
         """Returns the line where an operation that is no main work took most; None without any."""
@@ -320,22 +352,22 @@ class CloseLook(TorchDispatchMode):
     def _slowest_line(self, calls: set[str]) -> dict[str, Any] | None:
         """Returns the lines that take most of the passes beyond one call of each operation, in a loop or in Python."""
         gaps = [(sum(gap.values()), gap) for gap in self._gaps if gap]
-        python = sum(total for total, _ in gaps)
-        usual = TIMES_USUAL * statistics.median(total for total, _ in gaps) if gaps else 0.0
-        python_per_call = python / max(1, self._loops.calls)
-        whole = python + sum(self._seconds[FORWARD].values()) or 1.0
+        usual = min(MAX_SHORT_SECONDS, statistics.median(total for total, _ in gaps)) if gaps else 0.0
+        whole = sum(total for total, _ in gaps) + sum(self._seconds[FORWARD].values()) or 1.0
         found: list[tuple[float, float, list[str], str]] = []  # forward, backward, lines, text
         for times, lines in self._loops.short(calls):
-            taken = {at: sum(s) + python_per_call * len(s) for at, s in self._loops.taken.items() if at in lines}
-            back = max(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0)
+            taken = {at: sum(s) + usual * len(s) for at, s in self._loops.taken.items() if at in lines}
+            back = min(1.0, sum(self._seconds[BACKWARD][line] for line in lines) / (self._backward or 1.0))
             order = sorted(lines, key=lambda line: -taken[line])
             found.append((min(1.0, sum(taken.values()) / whole), back, order, f"the same operations {times} times"))
         own: Seconds = defaultdict(float)
         for total, gap in gaps:
             for line in gap.keys() - calls - {"?"}:
-                own[line] += gap[line] * max(0.0, 1 - usual / (total or 1.0))
+                own[line] += gap[line] * max(0.0, 1 - TIMES_USUAL * usual / (total or 1.0))
         found += [(taken / whole, 0.0, [line], "Python without operations") for line, taken in own.items()]
-        forward, back, places, text = max(found, key=lambda one: one[0] + one[1], default=(0.0, 0.0, [], ""))
+        forward, back, places, text = max(
+            found, key=lambda one: one[0] * whole + one[1] * self._backward, default=(0.0, 0.0, [], "")
+        )
         if forward + back <= 0:
             return None
         return {FORWARD: forward, BACKWARD: back, "place": places[0], "lines": [*places[1:3], text]}
@@ -351,7 +383,6 @@ class Loops:
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
         self.taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
-        self.calls = 0
 
     def count(self, call: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
         """Returns the lines of all functions that run. What one of them repeats, those around it called once."""
@@ -366,7 +397,6 @@ class Loops:
             if called in all_called:
                 break
             all_called.add(called)
-        self.calls += 1
         for line in (found := list(dict.fromkeys(lines))):
             self.taken[line].append(seconds)
         return found

@@ -73,22 +73,17 @@ def recorded_events(recorded: Any) -> list[Event]:
 
 def recorded_allocations(recorded: Any) -> list[Allocation]:
     """Returns the allocations of a finished profiler that recorded memory, in order of time."""
-    return sorted(_allocations(recorded), key=lambda a: a.moment)
-
-
-COLLECTIVES = ("c10d::", "gloo:")
-
-
-def _allocations(recorded: Any) -> Iterator[Allocation]:
+    found = list[Allocation]()
     pending = [(node, False) for node in recorded.profiler.kineto_results.experimental_event_tree()]
     while pending:
         node, inside = pending.pop()
         if node.tag == torch._C._profiler._EventType.Allocation:
             of = node.extra_fields
-            yield Allocation(node.start_time_ns, of.ptr, of.alloc_size, of.device.type != "cpu", inside)
+            found.append(Allocation(node.start_time_ns, of.ptr, of.alloc_size, of.device.type != "cpu", inside))
             continue
-        inside = inside or node.name.startswith(COLLECTIVES)
+        inside = inside or node.name.startswith(("c10d::", "gloo:"))
         pending.extend((child, inside) for child in node.children)
+    return sorted(found, key=lambda a: a.moment)
 
 
 SyncPoints = dict[tuple[str, str], list[tuple[float, Interval | None]]]

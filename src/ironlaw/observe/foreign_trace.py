@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from ironlaw.ledger import Estimate, Key, Kind, Ledger, Line, Origin, Phase
 from ironlaw.observe.events import CPU, DEVICE, RUNTIME, Event, SyncPoints, describe_sync_points
 from ironlaw.observe.partition import BRIDGES
-from ironlaw.observe.spans import COLLECTIVE, Span, device_key, innermost, kind_of, nest, span_key
+from ironlaw.observe.spans import COLLECTIVE, Span, device_key, innermost, kind_of, main_lane, nest, span_key
 from ironlaw.observe.timeline import Segment, operation_segments, phase_segment, timeline
 from ironlaw.observe.trace_file import TraceFile
 
@@ -50,7 +50,7 @@ class _Traced:
         self.events, self.spans = events, nest(events)
         for span in self.spans:
             span.phase = _phase_of(span)
-        self.main = _main_thread(self.spans)
+        self.main = main_lane(self.spans)
         self.on_device = any(event.where == DEVICE for event in events)
         self.steps, self.steps_inferred = _steps(events, self.spans)
         self.launchers = _launchers(events, self.spans)
@@ -98,15 +98,6 @@ def trace_ledger(trace: TraceFile) -> Ledger:
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
-
-
-def _main_thread(spans: Sequence[Span]) -> int | str:
-    """The thread whose outermost spans cover the most; the autograd engine has its own on a device."""
-    busy: dict[int | str, int] = defaultdict(int)
-    for span in spans:
-        if span.parent is None:
-            busy[span.event.lane] += (span.event.end - span.event.start) * (1 if not span.backward else 0)
-    return max(busy, key=lambda lane: busy[lane]) if busy else 0
 
 
 def _steps(events: Sequence[Event], spans: Sequence[Span]) -> tuple[list[TracedStep], str]:

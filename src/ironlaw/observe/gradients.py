@@ -53,7 +53,7 @@ class GradientUse:
         self._calls: list[_ModuleCall] = []
         self._unread: dict[int, tuple[Tensor, list[_BackwardPass]]] = {}
         self._owner_of_address: dict[int, int] = {}  # address of a gradient that waits -> id of its parameter
-        self._untouched: float | None = None
+        self._untouched: tuple[float, float] | None = None
 
     def begin(self) -> None:
         self._handles[0] = nn.modules.module.register_module_forward_pre_hook(self._module_called)
@@ -81,7 +81,7 @@ class GradientUse:
 
     def backward_ended(self) -> None:
         if self._handles and self._untouched is None:
-            self._untouched = self._untouched_part()
+            self._untouched = self._untouched_parts()
         strided = (p for p, _ in self._unread.values() if p.grad is not None and p.grad.layout is torch.strided)
         self._owner_of_address = {p.grad.data_ptr(): id(p) for p in strided if p.grad is not None}
 
@@ -97,12 +97,9 @@ class GradientUse:
                     one.read.add(id(weight))
 
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._unread:
-            return
-        self._forget_cleared()
-        for parameter in _updated((optimizer,)):
-            for one in self._unread.pop(parameter, (None, ()))[1]:
-                one.read.add(parameter)
+        for parameter in parameters_of((optimizer,)):
+            for one in self._unread.pop(id(parameter), (None, ()))[1] if parameter.grad is not None else ():
+                one.read.add(id(parameter))
 
     def _gradient_written(self, parameter: Tensor) -> None:
         if self._passes:
@@ -115,9 +112,10 @@ class GradientUse:
         for parameter in gone:
             del self._unread[parameter]
 
-    def facts(self, files: Sequence[str]) -> dict[str, Any]:
+    def facts(self, files: Sequence[str], tables_part: float) -> dict[str, Any]:
         """Parts of the elements of all gradients of the step: `gradients_idle` were read by no update; `rows_untouched`
-        are zeros of embedding rows that no token of the batch used, which an optimizer still goes through."""
+        are zeros of embedding rows that no token of the batch used, which an optimizer still goes through.
+        `tables_part`: of the backward pass, for gradients of embeddings."""
         names = tuple(type(optimizer).__name__ for optimizer in self._optimizers)
         owned = _updated(self._optimizers)
         for parameter, (_, passes) in self._unread.items() if self._passes else ():
@@ -129,23 +127,26 @@ class GradientUse:
         not_owned = {id(p) for p in self._module.parameters()} - owned
         idle = [_idle_elements(one, owned, not_owned) for one in self._passes]
         worst = max(range(len(idle)), key=lambda n: idle[n][0])
+        untouched, of_tables = self._untouched or (0.0, 0.0)
         return {
             "gradients_idle": {
                 "part": sum(part for part, _ in idle) / whole,
                 "place": idle[worst][1][0] if idle[worst][1] else line_calling(names, files),
                 "lines": [*idle[worst][1][1:3], line_calling(names, files) or "?"],
             },
-            "rows_untouched": {"part": self._untouched or 0.0,
+            "rows_untouched": {"part": untouched, "of_backward": of_tables * tables_part,
                                "place": line_calling(("Embedding", "EmbeddingBag"), files)},
         }  # fmt: skip
 
-    def _untouched_part(self) -> float:
+    def _untouched_parts(self) -> tuple[float, float]:
+        """Returns what untouched rows are of the elements of all gradients, and of those of embeddings."""
         updated = _updated(self._optimizers)
         whole = sum(p.numel() for p in self._module.parameters() if p.grad is not None)
         tables = {id(m.weight): m.weight.grad for m in self._module.modules()
                   if isinstance(m, nn.Embedding | nn.EmbeddingBag)}  # fmt: skip
         rows = [g for p, g in tables.items() if type(g) is torch.Tensor and not g.is_sparse and p in updated]
-        return sum(float((g == 0).all(dim=1).sum()) * g.shape[1] for g in rows) / max(1, whole)
+        untouched = sum(float((g == 0).all(dim=1).sum()) * g.shape[1] for g in rows)
+        return untouched / max(1, whole), untouched / max(1, sum(g.numel() for g in rows))
 
 
 def parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -112,13 +112,13 @@ class Habits:
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), partition: Partition | None = None,
-        is_compiled: bool = False, recording: LoopRecording | None = None, on_step: Callable[[int], None] | None = None,
+        self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], partition: Partition | None,
+        is_compiled: bool, recording: LoopRecording, on_step: Callable[[int], None],
     ) -> None:  # fmt: skip
         self._module, self._optimizers, self._partition = module, optimizers, partition
         self._is_compiled, self._recording, self._on_step = is_compiled, recording, on_step
         self._files = files_of(module)
-        self.is_profiled = torch.autograd._profiler_enabled()  # by a profiler that is not ours
+        self._profiled_steps = 0  # by a profiler that is not ours
         self._is_traced = any((sys.getprofile(), sys.gettrace(), tracemalloc.is_tracing()))  # Python itself, by anybody
         self._gradients = GradientUse(module, optimizers)
         self._close_look: CloseLook | None = None
@@ -174,7 +174,7 @@ class Habits:
             self.inputs = describe_inputs(self.call.module, args, kwargs)
             if self.call.module is not self._module:  # a part of it: no plan of the whole can be made from these
                 self.inputs["signature"] = None
-        if self._recording is not None and self._recording.is_running:
+        if self._recording.is_running:
             self._recording.forward_begins(self.forwards == 1, [args, kwargs])
             args, kwargs = (), {}  # what looks into them would be recorded
         self._parts_now += not any(t.requires_grad and not t.is_leaf for t in tensors([args, kwargs]))  # no output
@@ -236,8 +236,7 @@ class Habits:
             self.record("graphs_retained")
         self._gradients.backward_ended()
         self._look_for_modes()
-        if self._recording is not None:
-            self._recording.backward_ended()
+        self._recording.backward_ended()
 
     def update_begins(self, optimizer: torch.optim.Optimizer, is_observed: bool) -> None:
         with self._pause_close_look():
@@ -255,8 +254,7 @@ class Habits:
     def gradients_cleared(self, set_to_none: bool) -> None:
         if set_to_none is False:
             self.record("gradients_zeroed")
-        if self._recording is not None:
-            self._recording.gradients_cleared()
+        self._recording.gradients_cleared()
 
     def _look_for_modes(self) -> None:
         self._modes_on |= {mode.name for mode in MODES if mode.is_on()}
@@ -276,6 +274,7 @@ class Habits:
         self._repeated_seconds += sum(sorted(self._backwards)[: max(0, len(self._backwards) - max(1, forwards))])
         self._backwards = []
         self._outputs.clear()
+        self._profiled_steps += torch.autograd._profiler_enabled() and not self._recording.is_running
         self._resident.append(host.resident_bytes())
         if len(self._resident) == LOOKED_AT:
             self._begin_look()
@@ -284,8 +283,7 @@ class Habits:
         if (graphs := _compiled_graphs()) > self._compiled_graphs:
             self._compiled_in.append(len(self._resident))
             self._compiled_graphs = graphs
-        if self._on_step is not None:
-            self._on_step(forwards)
+        self._on_step(forwards)
 
     def _begin_look(self) -> None:
         if self._is_compiled or self._compiled_in:  # a hook of every module would have compiled ones compiled again
@@ -305,6 +303,7 @@ class Habits:
         precision = self.inputs.get("precision")
         closely = self._partition is not None
         rebuilt = self._most_frequent("loader started")
+        is_profiled = self._is_traced or 2 * self._profiled_steps >= max(1, len(self._resident))
         return {
             "left_on": [
                 {"name": mode.name, "saved": self._saved_without(mode), "remedy": mode.remedy,
@@ -319,15 +318,16 @@ class Habits:
             "graphs_again": self._graphs_again(),
             **{fact: self._most_frequent(fact) for fact in ONCE_A_STEP},
             "gradients_zeroed": self._most_frequent("gradients_zeroed") or self._zeroed_by_hand(),
-            **self._gradients.facts(self._files),
+            **self._gradients.facts(self._files, self._close_look.tables_part if self._close_look is not None else 0.0),
             **(self._close_look.facts(self.events["forward pass"]) if self._close_look is not None else {}),
             "padding": self._padding(),
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
             "places": self._places(),
             "rollouts": self.events["rollout"].total() / max(1, self.events["evaluation_frequent"].total()),
+            "evaluations_per_step": self.events["evaluation_frequent"].total() / len(steps),
             "forwards_unread": self._forwards_unread(),
-            "profiled": line_calling(PROFILERS, self._files) or "?" if self.is_profiled or self._is_traced else None,
+            "profiled": line_calling(PROFILERS, self._files) or "?" if is_profiled else None,
             "recompile_seconds": self._recompile_seconds(steps),
             "gradients_found": self.gradients_found,
             "gradient_syncs_per_step": self.gradient_syncs / len(steps),
@@ -482,7 +482,7 @@ class Habits:
             grown >= doubt * max(MIN_BYTES, MIN_GROWTH * middles[0])
             and min(rises) >= EVEN * grown / 3
             and len(settled) >= doubt * MIN_STEPS
-            and (name is not None or not self.is_profiled)  # a profiler's record grows too
+            and (name is not None or not self._profiled_steps)  # a profiler's record grows too
         )
         if not is_even and weight != float("inf"):  # graphs of all steps are a leak, however small each is
             return None

@@ -68,7 +68,9 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, habit
         if depth > 1 or partition.running is Phase.BACKWARD:  # within a pass, or run again for its backward pass
             return
         is_training = torch.is_grad_enabled() and habits.is_training(module)
-        if is_training:
+        if is_training and _is_transformed():
+            habits.forwards += 1
+        elif is_training:
             habits.forward_begins(module, args, kwargs)
         else:
             if module.training:
@@ -81,7 +83,7 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, habit
         depth -= 1
         if depth or partition.running is Phase.BACKWARD:
             return
-        if partition.running is Phase.FORWARD:
+        if partition.running is Phase.FORWARD and not _is_transformed():
             habits.forward_ended(output)
         acts = partition.running is Phase.EVALUATION and module.training  # and what it acts on is the loop's own
         partition.end(bridged=not acts)
@@ -93,6 +95,11 @@ def _watch_model(stack: ExitStack, model: nn.Module, partition: Partition, habit
         else:
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
+
+
+def _is_transformed() -> bool:
+    """Whether `torch.func` runs what is called: its tensors have no storage, and stand for others."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _between_hooks(
@@ -143,13 +150,13 @@ def _watch_optimizers(
         if closure is None:
             return None
 
-        def on_the_host(*given: Any) -> Any:  # passes in it are observed by themselves
-            with partition.within(Phase.HOST):
+        def of_the_loop(*given: Any) -> Any:  # passes in it are observed by themselves
+            with partition.within(None):
                 return closure(*given)
 
         if "closure" in kwargs:
-            return args, kwargs | {"closure": on_the_host}
-        return (args[0], on_the_host, *args[2:]), kwargs
+            return args, kwargs | {"closure": of_the_loop}
+        return (args[0], of_the_loop, *args[2:]), kwargs
 
     def end(optimizer: Any, *_: Any) -> None:
         observed = find_observed(optimizer)
@@ -222,6 +229,9 @@ def _watch_backward(stack: ExitStack, model: Any, partition: Partition, habits: 
         tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: Any = False, *_: Any, **__: Any
     ) -> Iterator[None]:
         nonlocal last
+        if partition.running is Phase.BACKWARD:  # of a reentrant checkpoint, within the loop's own
+            yield
+            return
         habits.backward_begins(tensors)
         partition.begin(Phase.BACKWARD)
         try:

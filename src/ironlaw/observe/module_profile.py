@@ -23,6 +23,7 @@ from ironlaw.observe.spans import (
     device_key,
     group_of,
     kind_of,
+    main_lane,
     nest,
     span_key,
 )
@@ -51,14 +52,6 @@ def mark() -> None:
 def module_paths(model: nn.Module) -> dict[nn.Module, str]:
     """Returns every module's path, for `scopes_recorded`."""
     return {module: path + ("" if any(module.children()) else LEAF) for path, module in model.named_modules()}
-
-
-def main_lane(spans: Sequence[Span]) -> int | str:
-    """Returns the busiest thread."""
-    busy: dict[int | str, int] = defaultdict(int)
-    for span in spans:
-        busy[span.event.lane] += span.self_ns
-    return max(busy, key=lambda lane: busy[lane])
 
 
 def read_modules(

@@ -47,7 +47,9 @@ class CountedCall:
     @property
     def is_main_work(self) -> bool:
         """Whether it is what models are for: products, and rows taken by number, not by a mask of truth values."""
-        by_number = self.name.startswith(ROWS_BY_NUMBER) and all(t.dtype is not torch.bool for t in self.operands)
+        by_number = self.name.lstrip("_").startswith(ROWS_BY_NUMBER) and all(
+            t.dtype is not torch.bool for t in self.operands
+        )
         return by_number or any(word in self.name for word in MAIN_WORK)
 
     @property
@@ -68,7 +70,7 @@ class OperationChecks:
     """
 
     COUNTED = ("zeros_multiplied", "broadcasts", "copies", "float64_operations", "decompositions", "attention_masked",
-               "vocabulary_unused")  # fmt: skip
+               "vocabulary_unused", "weights_combined")  # fmt: skip
     TRIED = ("denormals", "half_operations")
 
     def __init__(self, module: nn.Module) -> None:
@@ -78,6 +80,7 @@ class OperationChecks:
         self.vocabulary: tuple[int, float] = (0, 0.0)  # rows of the table of words, and the part that no batch uses
         self._empty_from: dict[int, str] = {}  # address of what holds nearly nothing -> line
         self._wide: dict[int, int] = {}  # address of what is wide -> elements
+        self._of_weights = {p.data_ptr() for p in module.parameters()}  # addresses, also of what is made of them alone
 
     def count(self, call: CountedCall) -> dict[str, set[str]]:
         """Returns the rules in which a call counts, with the lines to blame."""
@@ -126,6 +129,16 @@ class OperationChecks:
             self.vocabulary = call.operands[0].shape[0], unused
         is_wide = any(t.dim() and t.shape[-1] == self.vocabulary[0] for t in (*call.results, *call.operands))
         return {call.line} if is_wide else None
+
+    def weights_combined(self, call: CountedCall) -> set[str] | None:
+        """What is computed of weights alone, whatever the batch: a penalty on them, or adapters put together with what
+        they adapt. Casts do not count."""
+        given = {t.data_ptr() for t in call.operands}
+        is_of_weights = bool(given) and given <= self._of_weights
+        made = {t.data_ptr() for t in call.results} - given  # no views
+        self._of_weights = self._of_weights | made if is_of_weights else self._of_weights - made
+        is_large = any(t.numel() >= MIN_ELEMENTS for t in (*call.operands, *call.results))
+        return {call.line} if is_of_weights and made and is_large and call.name not in COPIES else None
 
     def attention_masked(self, call: CountedCall) -> set[str] | None:
         """Attention that is given a causal mask."""

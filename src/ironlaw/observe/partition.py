@@ -66,7 +66,7 @@ class Partition:
     done: list[StepTimes] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)  # of the running step
     _clock: ThreadClock = field(default_factory=ThreadClock)
-    _stack: list[Phase] = field(default_factory=list)
+    _stack: list[Phase | None] = field(default_factory=list)
     _waiting: list[list[Interval]] = field(default_factory=list)  # steps whose events the device has not reached
 
     def start(self) -> None:
@@ -74,8 +74,8 @@ class Partition:
         now = self._now()
         self.intervals = [Interval(now, now)]
 
-    def begin(self, phase: Phase, like: Phase | None = None) -> None:
-        """`like`: the gap before it is named as one before this phase."""
+    def begin(self, phase: Phase | None, like: Phase | None = None) -> None:
+        """`like`: the gap before it is named as one before this phase. Within a phase None is the loop's own again."""
         if not self.intervals:
             return
         self._close(like or phase)
@@ -88,13 +88,12 @@ class Partition:
             return
         ended = self._stack.pop() if bridged else self._stack.pop() and None
         self._close(None)
-        if self._stack:
-            self.intervals[-1].phase = self._stack[-1]
-        else:
+        self.intervals[-1].phase = self.running
+        if self.running is None:
             self.intervals[-1].after = ended
 
     @contextmanager
-    def within(self, phase: Phase, like: Phase | None = None) -> Iterator[None]:
+    def within(self, phase: Phase | None, like: Phase | None = None) -> Iterator[None]:
         """The phase lasts as long as the block."""
         self.begin(phase, like)
         try:

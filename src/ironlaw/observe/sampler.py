@@ -45,7 +45,8 @@ class _Thread:
     def __init__(self, look: Callable[[dict[int, FrameType]], None], every_seconds: float) -> None:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(look, every_seconds), daemon=True)
-        self._thread.start()
+        with suppress(RuntimeError):  # the system has no more threads: nothing is sampled, and the loop goes on
+            self._thread.start()
 
     def _run(self, look: Callable[[dict[int, FrameType]], None], every_seconds: float) -> None:
         while not self._ended.wait(every_seconds):
@@ -55,7 +56,8 @@ class _Thread:
 
     def end(self) -> None:
         self._ended.set()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
 
 class StackSampler:
@@ -107,7 +109,7 @@ class StackSampler:
         if frame is None or not self._partition.intervals:
             return
         for other, its in frames.items():
-            self._other_threads[other][user_line(its)] += 1
+            self._other_threads[other]["?" if _is_waiting(its) else user_line(its)] += 1
         lines = [line_of(its) for its in user_frames(frame)] or ["?"]
         outer = user_line(frame, self._loop.functions)
         self._samples.append((self._partition.intervals[-1], lines, outer, activity_of(frame)))

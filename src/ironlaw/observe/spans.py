@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,6 +133,14 @@ def innermost(spans: Sequence[Span]) -> Callable[[float], Span | None]:
         return span
 
     return at
+
+
+def main_lane(spans: Sequence[Span]) -> int | str:
+    """Returns the thread that is busiest outside of backward passes: the autograd engine has its own on a device."""
+    busy = Counter[int | str]()
+    for span in spans:
+        busy[span.event.lane] += 0 if span.backward else span.self_ns
+    return max(busy, key=busy.__getitem__, default=0)
 
 
 def _place(span: Span, forward: dict[int, tuple[str, bool]]) -> None:

@@ -198,7 +198,7 @@ class Watch:
         if self._recording.is_running:
             self.recorded.add(number)
             self._recording.step_ended(intervals)
-        elif self._steps_wanted and not self._habits.is_profiled and (number >= RECORD_AT or self._asked):
+        elif self._steps_wanted and not torch.autograd._profiler_enabled() and (number >= RECORD_AT or self._asked):
             self._probe()
             self._recording.begin(self._steps_wanted)
             self._steps_wanted, self._asked = 0, False
@@ -252,7 +252,7 @@ class Watch:
             "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
             "machine_slowdown": interference.trimmed_mean(self.probes),
             "other_load": interference.other_load(self.probes) if self.probes else self._load.share(),
-            "steps_grow": self._growth.facts([t.wall_seconds for t in done]),
+            "steps_grow": self._growth.facts([t.wall_seconds - t.delayed_seconds for t in done]),
             "programs_beside": self._others.facts(),
             "virtual": host.is_virtual(),
             "host": platform.node(),

@@ -42,7 +42,7 @@ from ironlaw.workload.sharding import (
 
 def peak_memory(program: Program, position: int = 0) -> Peak:
     """Returns the peak memory of a rank at a pipeline position."""
-    return _Rank(program, position).peak()
+    return _RankWalk(program, position).peak()
 
 
 def highest_peak(
@@ -72,7 +72,7 @@ class _Unit:
         self.whole = sum(p.elements for p in tensors) * FP32  # gradients of all parameters
 
 
-class _Stage:
+class _StageState:
     """One of the rank's pipeline stages, and what it holds at the moment."""
 
     def __init__(self, index: int, parameters: list[Parameter], layers: list[Layer], units: dict[str, _Unit]) -> None:
@@ -92,7 +92,7 @@ class _Stage:
         return (part for layer in layers for part in (layer, layer + EXPERTS) if part in self.units)
 
 
-class _Rank:
+class _RankWalk:
     def __init__(self, program: Program, position: int) -> None:
         self.program, self.recipe, self.position = program, program.recipe, position
         self.micro_batches = program.micro_batches
@@ -120,12 +120,12 @@ class _Rank:
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
-    def _stage(self, index: int) -> _Stage:
+    def _stage(self, index: int) -> _StageState:
         stage, model = self.program.stages[index], self.program.model
         parameters = list(stage.parameters)
         groups = parameter_groups(model, parameters, self.layout.ep, bool(self.recipe.loss_chunk))
         units = {name: self._unit(tensors) for name, tensors in groups.items()}
-        return _Stage(index, parameters, self._resident(stage.layers), units)
+        return _StageState(index, parameters, self._resident(stage.layers), units)
 
     def _unit(self, tensors: list[Parameter]) -> _Unit:
         """Returns the sizes of a unit; units with equal tensors share one result."""
@@ -229,7 +229,7 @@ class _Rank:
                 self._reduce(stage, name)
             self._free_buffer()
 
-    def _pass(self, kind: str, stage: _Stage) -> None:
+    def _pass(self, kind: str, stage: _StageState) -> None:
         """Walks one pipeline pass; its effect is the same whenever the same units are gathered and gradients exist."""
         if kind == "I" and stage.index == 0:
             return  # tokens have no gradient to send: PyTorch leaves all work to the weight pass
@@ -238,7 +238,7 @@ class _Rank:
         stage.gathered = self.after.setdefault(key, stage.gathered)  # as after the first such pass
         stage.has_gradients |= kind in "BW"
 
-    def _forward(self, stage: _Stage) -> None:
+    def _forward(self, stage: _StageState) -> None:
         walk = self.walk
         self._gather(stage, "root")
         for layer in stage.layers:
@@ -251,7 +251,7 @@ class _Rank:
         walk.add("gathered", -self.last_gather, "")
         self.last_gather = 0.0
 
-    def _backward(self, stage: _Stage, last: bool = False) -> None:
+    def _backward(self, stage: _StageState, last: bool = False) -> None:
         walk, piped = self.walk, self.layout.pp > 1
         adding = stage.has_gradients and not (self.fsdp and self.layout.zero >= 2 and not piped)
         # DDP copies gradients into its buckets in the last micro-batch; until then they are separate tensors.
@@ -292,7 +292,7 @@ class _Rank:
         if self.sends_late and to not in self.stages:
             self.walk.add("messages", self.stream, "messages")
 
-    def _inputs(self, stage: _Stage) -> None:
+    def _inputs(self, stage: _StageState) -> None:
         """Walks a backward pass of input gradients only: saved tensors and gradients of wide outputs stay."""
         shape, walk = self.program.shape, self.walk
         assert shape is not None
@@ -325,7 +325,7 @@ class _Rank:
             self.inputs_only[id(layer.backward)] = found
         return found
 
-    def _weights(self, stage: _Stage) -> None:
+    def _weights(self, stage: _StageState) -> None:
         """Walks a backward pass of weight gradients: the tensors kept for it are freed."""
         if not stage.has_gradients:
             self.walk.add("gradients", stage.gradient_bytes, "gradients of weights")
@@ -333,7 +333,7 @@ class _Rank:
 
     # -- FSDP --------------------------------------------------------------------------------------------------
 
-    def _gather(self, stage: _Stage, layer: str) -> None:
+    def _gather(self, stage: _StageState, layer: str) -> None:
         for name in reversed([*stage.parts(layer)]) if self.fsdp else ():
             unit = stage.units[name]
             if name in stage.gathered:
@@ -346,12 +346,12 @@ class _Rank:
                 self.last_gather = unit.gathered
             self.walk.add("gathered", unit.gathered, f"weights of {name}")
 
-    def _release(self, stage: _Stage, *units: str) -> None:
+    def _release(self, stage: _StageState, *units: str) -> None:
         for name in stage.gathered.intersection(units):
             self.walk.now["gathered"] -= stage.units[name].gathered
         stage.gathered -= set(units)
 
-    def _regather(self, stage: _Stage, layer: str, following: list[str]) -> None:
+    def _regather(self, stage: _StageState, layer: str, following: list[str]) -> None:
         """In the backward pass, copy the layer's weights out of the prefetched buffer and prefetch the next layer's."""
         if not self.fsdp or self.layout.zero != 3:
             return
@@ -369,7 +369,7 @@ class _Rank:
                 walk.now["gathered"] -= stage.ahead.pop(name)
                 stage.gathered |= {name}
 
-    def _after_backward(self, stage: _Stage, layer: str, last: bool) -> None:
+    def _after_backward(self, stage: _StageState, layer: str, last: bool) -> None:
         if not self.fsdp or self.layout.pp > 1:
             return
         for name in reversed([*stage.parts(layer)]):
@@ -378,7 +378,7 @@ class _Rank:
             if last or self.layout.zero >= 2:
                 self._reduce(stage, name)
 
-    def _reduce(self, stage: _Stage, name: str) -> None:
+    def _reduce(self, stage: _StageState, name: str) -> None:
         walk, unit = self.walk, stage.units[name]
         if not unit.reduced:
             return

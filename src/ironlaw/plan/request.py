@@ -26,6 +26,7 @@ from ironlaw.plan.request_types import (
     RequestedModel,
     assume_missing,
     settle,
+    with_work,
 )
 from ironlaw.plan.step import plan_run
 
@@ -133,14 +134,7 @@ def _on_this(requested: RequestedModel, options: Options) -> PlanOutcome:
             ("steps", options.steps or options.tokens, f"{THIS_STEPS:,}", "--steps or --tokens"),
         )
     work = settle(requested.model, options, 1, config)
-    changed = {"sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps}
-    if options.precision:
-        changed["precision"] = options.precision  # type: ignore[assignment]
-    document = config.model_dump(exclude_none=True)
-    document["train"] |= changed
-    if options.optimizer:
-        document["optimizer"]["name"] = options.optimizer
-    settled = build_config(document, where="the options")
+    settled = with_work(config, work, options)
     if options.ranks:
         from ironlaw.plan.layouts import result_on_ranks
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ironlaw import units
 from ironlaw.catalog.accelerators import alias_of
-from ironlaw.config import RunConfig
+from ironlaw.config import RunConfig, build_config
 from ironlaw.errors import UserError, refuse_options
 from ironlaw.ledger import Ledger
 from ironlaw.model.config import ModelConfig
@@ -206,12 +207,11 @@ class Work:
 
 def tokens_of(text: str) -> float:
     """Parses a number of tokens: `1T`, `500B`, `2e12`, `1,000,000`. Raises UserError for other text."""
-    match = _QUANTITY.match(text.strip())
-    if match is None:
-        raise UserError(f"--tokens '{text}' is not a number of tokens: write for example 1T, 500B or 2e12")
-    number = float(match[1].replace(",", "").replace("_", "")) * _FACTORS[match[2].lower()]
+    match, number = _QUANTITY.match(text.strip()), 0.0
+    with suppress(ValueError):
+        number = units.parse_number(match[1]) * _FACTORS[match[2].lower()] if match else 0.0
     if not 1 <= number < 1e18:
-        raise UserError(f"--tokens {text} is not a possible number of tokens: write for example 1T, 500B or 2e12")
+        raise UserError(f"--tokens '{text}' is not a possible number of tokens: write for example 1T, 500B or 2e12")
     return number
 
 
@@ -234,6 +234,17 @@ def settle(model: ModelConfig, options: Options, accelerators: int, config: RunC
         return Work(sequence, batch, config.train.steps, assumed)
     tokens = tokens_of(options.tokens) if options.tokens is not None else _usual_tokens(model, assumed)
     return Work(sequence, batch, max(1, math.ceil(tokens / (sequence * batch))), assumed)
+
+
+def with_work(config: RunConfig, work: Work, options: Options, **train: int) -> RunConfig:
+    """Returns the config of a run that does the work, under the options; `train` has further keys of its table."""
+    document = config.model_dump(exclude_none=True)
+    document["train"] |= {
+        "sequence": work.sequence, "global_batch": work.global_batch, "steps": work.steps,
+        "precision": options.precision or config.train.precision, **train,
+    }  # fmt: skip
+    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
+    return build_config(document, where="the options")
 
 
 def _usual_sequence(model: ModelConfig, assumed: list[Assumption]) -> int:

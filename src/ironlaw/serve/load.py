@@ -435,4 +435,5 @@ async def _run_clients() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_run_clients())
+    with suppress(BrokenPipeError):  # the server that warmed up was killed
+        asyncio.run(_run_clients())

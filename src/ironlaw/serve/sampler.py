@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ironlaw.data.order import finalised
 from ironlaw.serve.request import Request, SampledToken, SamplingParams
 
 _CANDIDATES = 256  # most likely tokens, which usually include all that top-p and min-p keep
-_MASK = (1 << 64) - 1
 
 
 @dataclass
@@ -34,18 +34,10 @@ class Row:
         scored = self.request.sampling.scores_prompt and self.place < self.request.prompt_length
         return self.request.tokens[self.place] if scored else None
 
-    @property
-    def is_before_min_tokens(self) -> bool:
-        """Whether the answer has too few tokens to end."""
-        return 0 <= self.place - self.request.prompt_length < self.request.sampling.min_tokens
-
 
 def uniform(seed: int, place: int) -> float:
-    """Return splitmix64 (Steele, Lea, Flood 2014, doi 10.1145/2714064.2660195) of seed and place, in [0, 1)."""
-    state = (seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) & _MASK
-    for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
-        state = ((state ^ (state >> shift)) * multiplier) & _MASK
-    return ((state ^ (state >> 31)) >> 11) * 2.0**-53
+    """Return a number in [0, 1) that seed and place decide."""
+    return (finalised((seed * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) % 2**64) >> 11) * 2.0**-53
 
 
 @torch.inference_mode()
@@ -54,7 +46,8 @@ def sample(logits: Tensor, rows: Sequence[Row], masks: Tensor | None = None) -> 
     asked = [row.request.sampling for row in rows]
     wants_logprobs = any(s.logprobs is not None for s in asked)
     changed = any(s.changes_logits for s in asked)
-    early = [number for number, row in enumerate(rows) if row.is_before_min_tokens]
+    lengths = [row.place - row.request.prompt_length for row in rows]
+    early = [number for number, s in enumerate(asked) if 0 <= lengths[number] < s.min_tokens]  # too short to end
     if not changed and not early and masks is None and not wants_logprobs and all(s.is_greedy for s in asked):
         return [SampledToken(token) for token in most_likely(logits).tolist()]
     original = logits.float()

@@ -31,14 +31,14 @@ def bind_socket(config: ServeConfig) -> socket.socket:
     address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         address.bind((config.host, config.port))
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:  # the last two for what no name of a host can hold
         address.close()
         raise _address_error(config, error) from None
     return address
 
 
-def _address_error(config: ServeConfig, why: OSError) -> UserError:
-    where = f"cannot listen on {config.host}:{config.port} ({why.strerror})"
+def _address_error(config: ServeConfig, why: Exception) -> UserError:
+    where = f"cannot listen on {config.host}:{config.port} ({getattr(why, 'strerror', None) or why})"
     return UserError(f"{where}: use another serve.host, or serve.port (0: any free one)")
 
 

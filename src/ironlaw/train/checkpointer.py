@@ -134,8 +134,7 @@ class Checkpointer:
             index = disk.write_index(partial, about | {"sha256": files})
             disk.publish(partial, final)
             write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{step}\n")
-            self.last = Checkpoint(final, step, about["tokens"], index)
-            self._drop_old()
+            self.go_on_from(Checkpoint(final, step, about["tokens"], index))
 
         def attempt(stage: Callable[[], None], here: bool = True) -> str | None:
             """Run a stage. Returns, on every rank, why it failed on the first one where it did."""
@@ -175,13 +174,14 @@ class Checkpointer:
             return f"cannot write to {self.folder} ({getattr(error, 'strerror', None) or error}): {lost}"
         return None
 
-    def _drop_old(self) -> None:
-        """Keep the newest checkpoints, multiples of `keep_every` and the best by validation loss; delete the rest.
+    def go_on_from(self, last: Checkpoint) -> None:
+        """Keep the newest checkpoints up to `last`, multiples of `keep_every` and the best by validation loss; rank 0
+        deletes the rest, also what a killed process has left.
 
-        Later ones than the last are damaged ones that the run did not start from: they count as none of those.
+        Later ones are damaged ones that the run did not start from: they count as none of those.
         """
-        assert self.last is not None
-        paths = [path for path in disk.complete(self.folder) if disk.step_of(path) <= self.last.step]
+        self.last = last
+        paths = [path for path in disk.complete(self.folder) if disk.step_of(path) <= last.step]
         kept = set(paths[-self.policy.keep :])
         every = self.policy.keep_every
         kept |= {path for path in paths if every and disk.step_of(path) % every == 0}
@@ -189,7 +189,7 @@ class Checkpointer:
             rated = [(loss, path) for path in paths if (loss := _validation_loss(path)) is not None]
             kept |= {path for _, path in sorted(rated)[: self.policy.keep_best]}
         for path in paths:
-            if path not in kept:
+            if path not in kept and self.ranks.rank == 0:
                 shutil.rmtree(path, ignore_errors=True)
 
 

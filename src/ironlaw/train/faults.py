@@ -90,13 +90,8 @@ class Interruption:
         if self.name is not None:
             raise KeyboardInterrupt
         self.name = signal.Signals(number).name
-        if self.name == "SIGHUP":
-            _forget_terminal()
+        if self.name == "SIGHUP":  # writing to a closed terminal fails, which would stop the save
+            for descriptor in (1, 2):
+                if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         self._say(f"{self.name}: finishing the step and saving; once more to stop without saving")
-
-
-def _forget_terminal() -> None:
-    """Redirect stdout and stderr to the null device: writing to a closed terminal fails, which would stop the save."""
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

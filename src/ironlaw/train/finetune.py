@@ -104,11 +104,6 @@ def base_digest(source: str) -> str:
     return digest.hexdigest()
 
 
-def base_fields(finetune: FinetuneConfig, source: str) -> dict[str, Any]:
-    """Return the index fields that describe a checkpoint's base and adapters."""
-    return {"base": {"path": source, "sha256": base_digest(source)}, "finetune": finetune.model_dump(mode="json")}
-
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # Fields that change what an adapter computes or where it is applied, each with the only value supported here.

@@ -93,11 +93,6 @@ class Sessions:
         beginning = {"started": self.current.started, "from_step": from_step, "setting": setting}
         append_line(path, {"session": self.current.session} | beginning)
 
-    def record_rollback(self, lost: Sequence[dict[str, Any]], observed: Observations) -> None:
-        """Account for the time of discarded steps of this session as repeated."""
-        _count_as_repeated(observed.wall_seconds, lost)
-        self.current.repeated_steps += len(lost)
-
     def end(self, how: str, to_step: int, observed: Observations) -> None:
         session = self.current
         session.how, session.to_step, session.ended = how, to_step, now()
@@ -204,7 +199,9 @@ class Journal:
     def drop_after(self, step: int, observed: Observations) -> None:
         """Drop the metrics of the discarded steps after `step`; their time is still accounted for."""
         self._metrics.close()
-        self.sessions.record_rollback([entry for entry in self.run.metrics() if entry["step"] > step], observed)
+        lost = [entry for entry in self.run.metrics() if entry["step"] > step]
+        _count_as_repeated(observed.wall_seconds, lost)
+        self.sessions.current.repeated_steps += len(lost)
         self.run.drop_after(step)
         self._metrics = JsonLines(self.run.metrics_file, self._say)
 

@@ -128,7 +128,7 @@ class Trainer:
         if average is not None and "average" in missing:
             average.reset()
         self.step, self.tokens = found.step, found.tokens
-        self.checkpointer.last = found
+        self.checkpointer.go_on_from(found)
 
     def _read_metrics(self) -> None:
         """Go on from the metrics of the steps so far, on every rank, after rank 0 has dropped those of later ones."""

@@ -38,10 +38,6 @@ class MeasuredStep:
     loss: float
     grad_norm: float
 
-    @staticmethod
-    def of(entry: dict[str, Any]) -> MeasuredStep:
-        return MeasuredStep(int(entry["step"]), float(entry["loss"]), float(entry.get("grad_norm", math.nan)))
-
 
 @dataclass(frozen=True)
 class Spike:
@@ -131,7 +127,10 @@ class Recovery:
 
     def reset(self, metrics: Iterable[dict[str, Any]]) -> None:
         """Set the history to the latest metrics, at the start or after a rollback."""
-        self.history = [MeasuredStep.of(entry) for entry in metrics][-self._reach :]
+        self.history = [
+            MeasuredStep(int(entry["step"]), float(entry["loss"]), float(entry.get("grad_norm", math.nan)))
+            for entry in metrics
+        ][-self._reach :]
         self._in_spike = False
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import errno
 import fcntl
 import glob
 import itertools
@@ -24,7 +25,7 @@ import psutil
 
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError, reported
-from ironlaw.files import as_name, check_can_be_folder, is_taken, lock_file, write_text
+from ironlaw.files import FULL, as_name, check_can_be_folder, is_taken, lock_file, write_text
 from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
@@ -169,11 +170,14 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     remove_partial(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
-        told = f"cannot write to {folder}: {{reason}}; give a directory you can write to"
-        with reported(told, OSError), _raise_on_signals():
+        with _raise_on_signals():
             partial.mkdir(parents=True)
             yield partial
             partial.rename(folder)  # also replaces an empty directory
+    except OSError as error:
+        if error.errno in FULL or "requested and" in str(error):  # NumPy's own, of a file that was cut short
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
+        raise UserError(f"cannot write to {folder}: {error.strerror}; give a directory you can write to") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -115,11 +115,17 @@ def run_training(
             if planned is not None:
                 planned(plan, dataset)
 
-        mesh.on_rank_0(create)
-        with observer(run) as watching:
-            named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
-            trainer = partial(Trainer, config, run, plan, dataset, profile, mesh, step, **named)
-            return _train(trainer, config, run, plan, profile, mesh, start)
+        try:
+            mesh.on_rank_0(create)
+            with observer(run) as watching:
+                named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
+                trainer = partial(Trainer, config, run, plan, dataset, profile, mesh, step, **named)
+                return _train(trainer, config, run, plan, profile, mesh, start)
+        except UserError:
+            # Weights are read, and found damaged, only now: the same command must work once they are replaced.
+            if not there and mesh.is_rank_0 and not run.metrics_file.is_file():
+                shutil.rmtree(run.path, ignore_errors=True)
+            raise
 
 
 def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:

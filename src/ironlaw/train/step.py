@@ -30,7 +30,7 @@ from ironlaw.train import precision
 from ironlaw.train.average import WeightAverage
 from ironlaw.train.blocks import attention_kernel, compile_blocks, recompute_blocks
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, Store, WholeFiles
-from ironlaw.train.finetune import add_adapters, base_digest, base_fields
+from ironlaw.train.finetune import add_adapters, base_digest
 from ironlaw.train.host_optimizer import HostOptimizer
 from ironlaw.train.mesh import Mesh, StepResult
 from ironlaw.train.noise_scale import NoiseScale
@@ -113,7 +113,8 @@ class Step:
             load_first_weights(source, model, config.model)
         if source and config.finetune.adapts:
             add_adapters(model, config.model, config.finetune, source, self.precision)
-            self.about = base_fields(config.finetune, source)
+            base = {"path": source, "sha256": base_digest(source)}
+            self.about = {"base": base, "finetune": config.finetune.model_dump(mode="json")}
         return model
 
     def compile(self) -> bool:

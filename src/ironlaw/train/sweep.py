@@ -14,7 +14,7 @@ from typing import Any
 
 from ironlaw.catalog.formats import METHODS, Method, number_format, read_target, weight_formats
 from ironlaw.errors import UserError
-from ironlaw.machine.profile import load_profile
+from ironlaw.machine.profile import earlier_profile
 from ironlaw.numerics.compression import check_method
 from ironlaw.numerics.quantized_linear import KERNEL_FORMATS
 from ironlaw.train.compression import MakeDecoder, measure_compression, open_source
@@ -92,12 +92,13 @@ def sweep_formats(
         "bytes": source.bytes, "loss": source.loss, "bytes_read": before.bytes_read,
         "tokens_per_second": usual,
     })  # fmt: skip
+    profile = earlier_profile()
     for point in points:
         point["frontier"] = not any(_dominates(other, point) for other in points)
     return {
         "schema": 1, "source": str(path), "held_out_tokens": result.held_out_tokens, "points": points,
         "left_out": left_out, "seconds": time.monotonic() - began,
-        "read_bytes_per_second": _read_rate(),
+        "read_bytes_per_second": None if profile is None else profile.copy_bytes_per_second,
     } | ({"interrupted": True} if interrupted else {})  # fmt: skip
 
 
@@ -111,11 +112,3 @@ def _dominates(one: dict[str, Any], other: dict[str, Any]) -> bool:
     if one["kernels"] or other["kernels"]:
         gains.append(one["tokens_per_second"] - other["tokens_per_second"])
     return min(gains) >= 0 and max(gains) > 0
-
-
-def _read_rate() -> float | None:
-    """Return the copy bandwidth in bytes/s from `ironlaw measure`, or None if the machine has not been measured."""
-    try:
-        return load_profile().copy_bytes_per_second
-    except UserError:
-        return None

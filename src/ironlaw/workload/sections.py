@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ironlaw.errors import UserError
+from ironlaw.errors import UserError, reported
 from ironlaw.schema import Section
 from ironlaw.units import parse_bytes
 
@@ -37,7 +37,8 @@ class Recompute(Section):
         if self.mode == "budget" and self.budget is None:
             raise ValueError('recompute.mode = "budget" needs recompute.budget, such as "20GiB"')
         if self.budget is not None:
-            parse_bytes(self.budget)
+            with reported("recompute.budget: {reason}", ValueError):
+                parse_bytes(self.budget)
         return self
 
     @classmethod

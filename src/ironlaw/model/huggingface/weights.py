@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ironlaw.errors import UserError
-from ironlaw.files import read_json, read_json_or_empty, write_json
+from ironlaw.files import open_file, read_json, read_json_or_empty, write_json
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import family_of, names_of, to_fields
 from ironlaw.model.huggingface.tensors import entries, shapes_of, to_theirs
@@ -41,6 +41,7 @@ class _Files:
         path = None
         try:
             for path in [folder / SINGLE] if single else _shards(folder):
+                open_file(path).close()  # refuses a folder, and a pipe, for which the library would wait for ever
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 for name in sorted(self.files.keys() & file.keys()):
                     one, other = self.files[name].get_tensor(name), file.get_tensor(name)

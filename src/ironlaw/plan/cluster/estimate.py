@@ -28,6 +28,7 @@ from ironlaw.model.config import ModelConfig
 from ironlaw.plan.cluster.candidates import Array, Candidates, candidates_of
 from ironlaw.plan.cluster.collective_costs import DESCRIPTIONS, default_kind
 from ironlaw.plan.cluster.intervals import distance, interval_factors
+from ironlaw.plan.cluster.layout_space import usable_kinds
 from ironlaw.plan.cluster.layout_table import Table
 from ironlaw.plan.cluster.lines import step_lines
 from ironlaw.plan.cluster.memory import PARTS, PeakMemory, host_bytes, in_flight, kept_activation_bytes, peak_memory
@@ -247,9 +248,8 @@ def _walked(
 def own_kind(model: ModelConfig, layout: Layout, engine: TrainingEngine, sequence: int) -> str:
     """Returns the engine's first kind of context parallel attention that can run."""
     windowed = model.sliding_window is not None and model.sliding_window < sequence
-    first = default_kind(engine, windowed)
-    able = [k for k in engine.cp_kinds if replace(layout, cp_kind=k).reason_context(model, sequence) is None]
-    return first if first in able or not able else able[0]
+    able = usable_kinds(model, sequence, layout.cp, layout.tp, engine.cp_kinds)
+    return able[0] if able else default_kind(engine, windowed)
 
 
 def _fastest_mode(request: ClusterRequest, layout: Layout) -> tuple[Layout, str]:

@@ -12,7 +12,7 @@ Memory and step time of a layout are planned later. An engine lists the features
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -96,11 +96,12 @@ def possible_layouts(
         per_replica = global_batch // dp
         sharding = _shardings(dp, cp, groups)
         experts = _expert_parallel(model, dp * cp, tp, ruled_out)
+        kinds = [code("cp_kind", kind) for kind in usable_kinds(model, sequence, cp, tp, cp_kinds)]
         # These do not depend on the micro-batch or the schedule.
         ways = [
             (zero, shard, sp, kind, ep, etp)
             for (zero, shard), sp, kind, (ep, etp) in product(
-                sharding, (0, 1) if tp > 1 else (0,), _context_kinds(model, sequence, cp, tp, cp_kinds), experts
+                sharding, (0, 1) if tp > 1 else (0,), kinds or [0], experts
             )
             if (sp or not etp) and (shard or dp) * cp * (tp if etp else 1) % ep == 0
         ]
@@ -154,10 +155,10 @@ def _expert_parallel(model: ModelConfig, replicas: int, tp: int, ruled_out: dict
     return allowed
 
 
-def _context_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, usable: tuple[str, ...]) -> list[int]:
-    """Returns the codes of the usable kinds that can run; the engine's default (0) if there is none or cp is 1."""
-    tried = [Layout(cp=cp, tp=tp, cp_kind=kind) for kind in usable] if cp > 1 else []
-    return [code("cp_kind", t.cp_kind) for t in tried if t.reason_context(model, sequence) is None] or [0]
+def usable_kinds(model: ModelConfig, sequence: int, cp: int, tp: int, kinds: Iterable[str]) -> list[str]:
+    """Returns those of `kinds` of context parallel attention that can run."""
+    tried = {kind: Layout(cp=cp, tp=tp, cp_kind=kind) for kind in kinds}
+    return [kind for kind, layout in tried.items() if layout.reason_context(model, sequence) is None]
 
 
 Saving = dict[str, int]

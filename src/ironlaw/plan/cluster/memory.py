@@ -121,7 +121,7 @@ def peak_memory(candidates: Candidates, engine: TrainingEngine) -> PeakMemory:
     if engine.partition != "equal":
         numbers = [np.where(stage < pp, float(stage), -1.0) for stage in range(int(pp.max(initial=1)))]
     kept = kept_activation_bytes(candidates, engine)
-    highest, *others = (_Stage(candidates, engine, number, kept).peak() for number in numbers)
+    highest, *others = (_StageMemory(candidates, engine, number, kept).peak() for number in numbers)
     for here in others:
         wins, before = here.total > highest.total, highest
         highest = PeakMemory(**{name: np.where(wins, size, getattr(before, name)) for name, size in vars(here).items()})
@@ -132,7 +132,7 @@ def reported_bytes(candidates: Candidates, engine: TrainingEngine) -> Array:
     """Returns the peak bytes of the rank that the engine's own log reports, which is not always the fullest."""
     if engine.reporting_stage == "first":
         kept = kept_activation_bytes(candidates, engine)
-        return _Stage(candidates, engine, np.zeros(len(candidates)), kept).peak().total
+        return _StageMemory(candidates, engine, np.zeros(len(candidates)), kept).peak().total
     return peak_memory(candidates, engine).total
 
 
@@ -150,7 +150,7 @@ MIXED = 0.9
 """Factor on the lower bound where a pipeline has several kinds of blocks."""
 
 
-class _Stage:
+class _StageMemory:
     """One stage of each job, empty where `number` is negative. Parameters are those of one rank, before ZeRO.
 
     `activations`: the result of `kept_activation_bytes`.

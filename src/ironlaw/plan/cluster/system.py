@@ -57,6 +57,10 @@ ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND = 25e9
 ALL_LINKS_TO_ONE = ("nvidia", "google")
 """Vendors whose collectives use every link at once: through NVSwitch, or around the rings of a torus."""
 
+ASSUMED_SHARING = 0.5
+"""Exponent with which cards share PCIe (`collectives.py`), where it was not measured on cards of their generation.
+Measured: 0 (V100), 0.4 (RTX PRO 6000), 0.6 (Arc B60), 2 (L40S)."""
+
 POWER_EXPONENT = 0.5
 """Exponent of the power limit in the attained rate. A lower limit lowers clock and voltage, so it costs less than it
 saves. Dynamic power grows with the cube of the clock where voltage follows it, less where it does not: 1/3 to 1."""
@@ -150,7 +154,10 @@ def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: 
     acc = cluster.accelerator
     if acc.memory_bytes is None:
         raise UserError(f"the memory of {acc.name} is not known: choose another accelerator")
-    fabric = fabric_of(acc, cluster.node) if cluster.count > 1 else alone(acc)
+    hardware, fabric = hardware_of(acc), alone(acc)
+    if cluster.count > 1:
+        fabric = fabric_of(acc, cluster.node)
+        hardware = replace(hardware, efficiency=replace(hardware.efficiency, collectives=fabric.island))
     constants = engine.on(acc.generation).computing_in(precision, acc.generation)
     if acc.vendor != "nvidia" and acc.generation not in engine.by_generation:
         # Fitted to products of other chips: here they are no nearer to the kernels alone than is known of any software.
@@ -161,7 +168,7 @@ def system_of(cluster: Cluster, engine: TrainingEngine, precision: str, update: 
             constants, moment_bytes=update.block_state_bytes, end_moment_bytes=update.end_state_bytes
         )  # fmt: skip
     host = host_of(cluster)
-    return ClusterSystem(hardware_of(acc), fabric, constants, precision, acc.memory_bytes.value, update, host)
+    return ClusterSystem(hardware, fabric, constants, precision, acc.memory_bytes.value, update, host)
 
 
 HOST_USABLE = 0.9  # of a host's memory: the rest is the operating system's, the data loaders' and the page cache's
@@ -235,27 +242,27 @@ def effective_power_watts(generation: str, limit_watts: float) -> float:
 
 def fabric_of(acc: Accelerator, node: Node) -> Fabric:
     """Returns the node's scale-up islands joined by its network; accelerators without their own link use PCIe."""
-    link = acc.link_bytes_per_second or acc.pcie_bytes_per_second
+    own, pcie = acc.link_bytes_per_second, acc.pcie_bytes_per_second
+    ranks, link, topology = max(node.scale_up_accelerators, 1), own or pcie, "mesh"
     if link is None:
         raise UserError(f"no link of {acc.name} is known: a plan over several accelerators needs one")
-    efficiency = _efficiency(acc.measured_generation)
-    island = efficiency.collectives
-    if island is None or (acc.link_bytes_per_second and island.sharing_exponent):  # a bus says nothing of own links
-        island = assumed_efficiency(acc.generation).collectives
-    assert island is not None
-    ranks, rate, topology = max(node.scale_up_accelerators, 1), link.value, "mesh"
-    if acc.link_bytes_per_second and acc.vendor in ALL_LINKS_TO_ONE:
+    if pcie and (own is None or ranks == 1 < node.accelerators):
+        ranks, link, topology = max(ranks, node.accelerators), pcie, "bus"
+    elif acc.vendor in ALL_LINKS_TO_ONE:
         topology = "switch"
-    if ranks == 1 and node.accelerators > 1 and acc.pcie_bytes_per_second:
-        ranks, rate, topology = node.accelerators, acc.pcie_bytes_per_second.value, "switch"
+    island, shared = _efficiency(acc.measured_generation).collectives, topology == "bus"
+    if island is None or (island.sharing_exponent > 0) != shared:  # a bus says nothing of own links, nor they of a bus
+        island = assumed_efficiency(acc.generation).collectives
+        assert island is not None
+        island = replace(island, sharing_exponent=ASSUMED_SHARING if shared else 0.0)
     network = node.network_bytes_per_second
     if network is None:
         network = ASSUMED_NETWORK_BYTES_PER_SECOND * node.accelerators
-        if not acc.link_bytes_per_second:
+        if own is None:
             network = ASSUMED_CARDS_NETWORK_BYTES_PER_SECOND
     return Fabric(
         island_ranks=ranks,
-        island_bytes_per_second=rate,
+        island_bytes_per_second=link.value,
         island=island,
         topology=topology,
         network_bytes_per_second=network / node.accelerators,

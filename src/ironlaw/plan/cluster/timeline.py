@@ -31,6 +31,8 @@ from ironlaw.plan.engines.engine import TrainingEngine
 RIVALRY = 6.0
 """Exponent of the norm that replaces max(device, host): where both are close, each sometimes waits for the other."""
 
+TINY = 1e-12  # seconds, in place of none of a stage without blocks
+
 UNFUSED_SOFTMAX_LAUNCHES = 0.25
 """Share of a block's launches that Megatron's scale, mask and softmax add when run separately (about 6 kernels to 25).
 The fused kernel takes four rows of scores at a time: heads x sequences of a rank must be a multiple of four."""
@@ -114,7 +116,8 @@ class _Layer:
         self.cp_exposed = exposed(sent, candidates, kind, attention, engine.cp_hidden)
         # Device seconds of both passes, without waiting for sharded weights and offloaded activations.
         self.device = forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
-        self.fsdp_exposed = _sharded(costs, candidates, engine, slow["dp"], self.device)
+        self.fsdp_exposed, fsdp_hidden = _sharded(costs, candidates, engine, slow["dp"], self.device)
+        self.free = self.device - fsdp_hidden  # device seconds that can hide further transfers
         # Activations move to the host during the next block's forward pass, and back during its backward pass.
         self.offloaded = np.maximum(costs.host_layer - forward, 0.0)
         self.offloaded = self.offloaded + np.maximum(costs.host_layer - self.backward - self.again, 0.0)
@@ -123,8 +126,11 @@ class _Layer:
         self.first_half = forward + self.tp_exposed / passes + self.cp_exposed / cp_passes + self.ep_exposed / passes
 
 
-def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array) -> Array:
-    """Returns the transfer seconds of a layer's sharded weights and gradients that its own device time does not hide.
+def _sharded(
+    costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array
+) -> tuple[Array, Array]:
+    """Returns the transfer seconds of a layer's sharded weights and gradients: those exposed, and those that its own
+    device time hides.
 
     ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
@@ -132,7 +138,7 @@ def _sharded(costs: StepCosts, candidates: Candidates, engine: TrainingEngine, s
     ranks = np.where(costs.fsdp_gather_layer > 0, candidates.shard_ranks, 0.0)
     travel = travel + 3 * engine.gather_rank_seconds * ranks
     left = np.maximum(travel - engine.fsdp_hidden * device, travel * (1 - engine.fsdp_hidden))
-    return np.asarray(np.maximum(left, 0.0))
+    return left, travel - left
 
 
 def _launches(costs: StepCosts, candidates: Candidates, engine: TrainingEngine) -> Array:
@@ -170,7 +176,8 @@ class Times:
         has_embedding = np.stack([none + 1.0, none, np.where(alone, 1.0, 0.0)])
         blocks = count * (layer.device + layer.fsdp_exposed + layer.offloaded)
         ends = has_head * (head_matmul + loss) + has_embedding * embedding
-        longer = _longer(blocks, count * layer.launches) + _longer(ends, engine.host_microbatch_seconds + host_messages)
+        elapsed = _longer(blocks, count * layer.launches)
+        longer = elapsed + _longer(ends, engine.host_microbatch_seconds + host_messages)
         first, middle, last = longer + message
         slowest = np.maximum(np.maximum(first, last), np.where(c.pp > 2, middle, 0.0))
         others = np.where(c.pp > 1, first + last + (c.pp - 2) * middle, slowest) - slowest
@@ -189,11 +196,16 @@ class Times:
         second_half = layer.device - layer.first_half - layer.weight_gradients
         shares = bubble_share(c.schedule, c.virtual_stages, layer.first_half, second_half, layer.weight_gradients)
         self.bubble = others * shares
-        window = busiest * (layer.backward + layer.again)  # the last micro-batch's backward hides gradient reduction
-        reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
+        # The last micro-batch's backward hides gradient reduction, the first one's forward the gathering of weights,
+        # also while the device waits for launches.
+        hiding = busiest * (elapsed / np.maximum(blocks, TINY))[row]
+        window, free = hiding * (layer.backward + layer.again), hiding * layer.free
         # Gradients over data parallel ranks, once per step, and weights after the update.
-        self.reduce_exposed = reduce - np.minimum(engine.dp_hidden * reduce, window)
-        self.gather_exposed = gather - np.minimum(engine.dp_hidden * gather, busiest * layer.forward)
+        reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
+        reduce_hidden = np.minimum(np.minimum(engine.dp_hidden * reduce, window), free)
+        free = free - np.where(micro_batches > 1, 0.0, reduce_hidden)  # one micro-batch hides both
+        gather_hidden = np.minimum(np.minimum(engine.dp_hidden * gather, hiding * layer.forward), free)
+        self.reduce_exposed, self.gather_exposed = reduce - reduce_hidden, gather - gather_hidden
         # Gradients move to the host during the last backward pass; weights return while others are still updated.
         offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update
         self.offload_exposed = m * layer.offloaded + offload_step

@@ -124,7 +124,7 @@ class Calibration:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _SystemRuns:
     """Runs that share a system, with the costs that do not depend on the engine's constants."""
 
     candidates: Candidates
@@ -204,11 +204,11 @@ class _Problem:
     def __init__(self, runs: Sequence[Run], engine: TrainingEngine) -> None:
         self.noise = NOISE[0]
         self.measured = np.array([run.step_seconds for run in runs], dtype=float)
-        self.blocks: list[_Block] = []
+        self.blocks: list[_SystemRuns] = []
         for where, index in systems_of(runs):
             candidates = candidates_of_jobs([runs[i].job for i in index])
             generation = runs[index[0]].cluster.accelerator.generation
-            self.blocks.append(_Block(candidates, step_costs(candidates, where), generation, index))
+            self.blocks.append(_SystemRuns(candidates, step_costs(candidates, where), generation, index))
         self.generations = {block.generation for block in self.blocks}
         # With one generation the start includes its overrides; with several it is the plain values.
         self.engine = engine.on(self.blocks[0].generation) if len(self.generations) == 1 else engine

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from ironlaw import units
 from ironlaw.errors import UserError
 from ironlaw.files import read_bytes
 
@@ -37,8 +38,14 @@ PRECISIONS = {
 """Parts of a word and the formats they mean; the first that the word contains counts."""
 
 
+_NUMBER = re.compile(r"\s*[-+]?[\d.,]+(e[-+]?\d+)?\s*", re.IGNORECASE)
+
+
 def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
-    """Returns the columns, in lower case, and the rows as column -> text. Raises UserError if the file is no table."""
+    """Returns the columns, in lower case, and the rows as column -> text. Raises UserError if the file is no table.
+
+    Spreadsheets separate cells by semicolons where a comma separates decimals: there commas of numbers become points.
+    """
     if not path.is_file():
         raise UserError(f"{path} is not a file: give a CSV of measured runs")
     content = read_bytes(path, "table of runs")
@@ -52,7 +59,10 @@ def read_table(path: Path) -> tuple[list[str], Iterator[dict[str, str]]]:
     csv.field_size_limit(max(csv.field_size_limit(), len(content) + 1))
     reader = csv.DictReader(stream, delimiter=separator)
     reader.fieldnames = names = [(name or "").strip().lower() for name in reader.fieldnames or []]
-    return names, ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
+    rows = ({k: v for k, v in row.items() if k and isinstance(v, str)} for row in reader)
+    if separator != ";":
+        return names, rows
+    return names, ({k: v.replace(",", ".") if _NUMBER.fullmatch(v) else v for k, v in row.items()} for row in rows)
 
 
 @dataclass
@@ -82,9 +92,10 @@ class Cells:
         if not cell or cell.lower() == "none":
             return None
         try:
-            value = float(cell.replace(",", "").replace("_", ""))
+            value = units.parse_number(cell)
         except ValueError:
-            raise UserError(f"{name} is not a number: '{cell}'") from None
+            advice = ": write a point before decimals, and a comma only between thousands" * ("," in cell)
+            raise UserError(f"{name} is not a number: '{cell}'{advice}") from None
         if not math.isfinite(value) or value < least:
             raise UserError(f"{name} must be finite and at least {least:g}, not {cell}")
         return value

@@ -28,7 +28,7 @@ from ironlaw.plan.engines.named import GENERIC
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.request_types import Assumption, Options, PlanOutcome, RequestedModel, Work, settle
 from ironlaw.plan.requests.advice import cluster_savings, fastest, first_change, scaling, terms, would_fit
-from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
+from ironlaw.plan.requests.hardware import assumed_links, parse_hardware
 from ironlaw.plan.requests.replicas import plan_adapters
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.moe import IMBALANCE
@@ -64,7 +64,7 @@ def request_of(
 ) -> ClusterRequest:
     """Returns the request, under no software yet. Raises UserError for a precision without a rate, or a layout that
     the trainer of `--emit` refuses."""
-    config, assumed = requested.config, [*work.assumed, *assumed_network(cluster)]
+    config, assumed = requested.config, [*work.assumed, *assumed_links(cluster)]
     precision = _precision(requested, cluster.accelerator, options, assumed)
     if requested.model.moe is not None and requested.model.moe.capacity_factor is None:
         load = f"{IMBALANCE:g} x the mean on the busiest expert parallel rank"

@@ -57,11 +57,17 @@ def _described(cluster: Cluster, options: Options, assumed: list[Assumption]) ->
     return replace(cluster, node=found)
 
 
-def assumed_network(cluster: Cluster) -> list[Assumption]:
-    """Returns the rate of a network that traffic needs and the catalogue does not know of the node."""
-    node = cluster.node
-    if cluster.count <= max(node.accelerators, node.scale_up_accelerators) or node.network_bytes_per_second:
+def assumed_links(cluster: Cluster) -> list[Assumption]:
+    """Returns what traffic between accelerators needs and nobody measured: how cards share PCIe, the network's rate."""
+    if cluster.count == 1:
         return []
-    rate = fabric_of(cluster.accelerator, node).network_bytes_per_second * node.accelerators
-    why = f"the network of a {node.product[0].lower()}{node.product[1:]} is not known"
-    return [Assumption("network", f"{units.si(8 * rate, 'bit/s')} for each", why, "--network")]
+    node, fabric, found = cluster.node, fabric_of(cluster.accelerator, cluster.node), []
+    evidence = fabric.island.evidence
+    if fabric.topology == "bus" and evidence and evidence.assumed and cluster.count > 2:
+        share = f"a group of n cards attains (2/n)^{fabric.island.sharing_exponent:g} of what two do"
+        found.append(Assumption("PCIe", share, f"no measurement on cards like {cluster.accelerator.name}", ""))
+    if cluster.count > max(node.accelerators, node.scale_up_accelerators) and not node.network_bytes_per_second:
+        rate = fabric.network_bytes_per_second * node.accelerators
+        why = f"the network of a {node.product[0].lower()}{node.product[1:]} is not known"
+        found.append(Assumption("network", f"{units.si(8 * rate, 'bit/s')} for each", why, "--network"))
+    return found

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ironlaw import units
 from ironlaw.catalog.nodes import Cluster
-from ironlaw.config import RunConfig, build_config
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.plan.budget import add_costs, run_seconds
@@ -24,8 +24,9 @@ from ironlaw.plan.request_types import (
     RequestedModel,
     assume_missing,
     settle,
+    with_work,
 )
-from ironlaw.plan.requests.hardware import assumed_network, parse_hardware
+from ironlaw.plan.requests.hardware import assumed_links, parse_hardware
 from ironlaw.plan.step import finetuning, with_adapters, with_objective
 from ironlaw.plan.totals import fits
 from ironlaw.workload.layout import Layout
@@ -81,7 +82,7 @@ def parse_replicas(on: str, options: Options) -> tuple[Cluster | None, Layout | 
     if on == ANY:
         raise UserError("hardware is sought for decoders alone: add --on 8xh100-sxm-80gb")
     cluster, layout, assumed = parse_hardware(on, options)
-    assumed += assumed_network(cluster)
+    assumed += assumed_links(cluster)
     if layout is None:
         return cluster, None, assumed
     plain = Layout(dp=layout.dp, zero=layout.zero, shard=layout.shard, accumulation=layout.accumulation)
@@ -157,7 +158,7 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
         if fits(ledger):
             break
     ledger.facts["layout"] = str(Layout(dp=cluster.count, zero=zero, recompute=Recompute.parse(mode)))
-    assumed += assumed_network(cluster)
+    assumed += assumed_links(cluster)
     if cluster.count > 1:
         assumed.append(Assumption("layout", f"dp {cluster.count}, ZeRO {zero}", "the first that fits of 0 and 3", ""))
     if not requested.has_file:
@@ -203,13 +204,7 @@ def adapter_config(requested: RequestedModel, options: Options, replicas: int) -
     micro = train.micro_batch or 1
     if train.micro_batch is None:
         assumed.append(Assumption("micro-batch", "1 sequence", "the least memory", "train.micro_batch"))
-    document = config.model_dump(exclude_none=True)
-    document["train"] |= {
-        "sequence": work.sequence, "global_batch": whole, "micro_batch": min(micro, whole // replicas),
-        "steps": work.steps, "precision": options.precision or train.precision,
-    }  # fmt: skip
-    document["optimizer"]["name"] = options.optimizer or config.optimizer.name
-    return build_config(document, where="the options"), assumed
+    return with_work(config, work, options, micro_batch=min(micro, whole // replicas)), assumed
 
 
 def _ledger(config: RunConfig, cluster: Cluster, zero: int) -> Ledger:

@@ -77,7 +77,9 @@ class Traffic:
         # During profiling: wait for each collective where it is called, until gloo's threads have released its
         # tensors, because the profiler sees only what this thread releases (`observe/profile.py`).
         self.synchronous = False
-        self._dimensions = dimensions_of(ranks)
+        # Mesh dimension and size by members. Of dimensions with the same ranks, the first is used, as in a plan.
+        groups = reversed(ranks.process_groups().items())
+        self._dimensions = {tuple(dist.get_process_group_ranks(g)): (name, g.size()) for name, g in groups}
         self._known: dict[Any, tuple[str, int]] = {}
         self._clock: StepClock | None = None
         self._main = threading.get_ident()
@@ -166,15 +168,6 @@ class Traffic:
             key, since = self._last_bucket
             self.waited(key, time.perf_counter() - since)
             self._last_bucket = None
-
-
-def dimensions_of(ranks: Ranks) -> dict[tuple[int, ...], tuple[str, int]]:
-    """Map the members of each group to its mesh dimension and size. Of dimensions with the same ranks, the first is
-    used, as in a plan (`workload/collectives.py`)."""
-    dimensions: dict[tuple[int, ...], tuple[str, int]] = {}
-    for name, group in ranks.process_groups().items():
-        dimensions.setdefault(tuple(dist.get_process_group_ranks(group)), (name, group.size()))
-    return dimensions
 
 
 def _reference_count(tensor: Tensor) -> int:

@@ -292,7 +292,7 @@ def job(
 
 
 GLOO_THREADS = "pt_gloo_runloop"
-IDLE_POLLS, POLL_SECONDS, LONGEST_WAIT_SECONDS = 3, 0.02, 5.0
+IDLE_POLLS, LONGEST_WAIT_SECONDS = 3, 5.0
 
 
 def wait_for_gloo() -> None:

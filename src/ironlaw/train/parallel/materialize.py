@@ -107,15 +107,7 @@ def copy_from(
 
 def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of a new `Transformer(config)`, one at a time, from the same generator."""
-    _draw_constructors(config)
-    for parameter in model_parameters(config):
-        tensor = torch.empty(parameter.shape)
-        initialize_tensor(parameter.name, tensor, config)
-        yield parameter.name, tensor
-
-
-def _draw_constructors(config: ModelConfig) -> None:
-    """Advance the generator as the constructors of PyTorch's layers do; `Transformer` overwrites their weights."""
+    # Advance the generator as the constructors of PyTorch's layers do; `Transformer` overwrites their weights.
     nn.Embedding(config.vocab, config.hidden)
     if config.positions == "learned":
         nn.Embedding(config.context, config.hidden)
@@ -123,6 +115,10 @@ def _draw_constructors(config: ModelConfig) -> None:
         Block(config, layer)
     build_norm(config)
     nn.Linear(config.hidden, config.vocab, bias=config.head_bias)
+    for parameter in model_parameters(config):
+        tensor = torch.empty(parameter.shape)
+        initialize_tensor(parameter.name, tensor, config)
+        yield parameter.name, tensor
 
 
 def copy_part(target: Tensor, whole: Tensor) -> None:
