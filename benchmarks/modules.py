@@ -457,8 +457,8 @@ def document(tables: Tables) -> str:
         in its forward pass, so that its numbers are those of one draw of them.
 
         Where they differ: a batch of one has other strides without memory, so that a real run copies what a trace does
-        not, and the other way round (UNet2DModel); a module keeps positions that it computed, which are no autograd's
-        (convit_tiny); GraphUNet multiplies sparse matrices, which the counter takes for dense ones.
+        not, and the other way round (UNet2DModel); GraphUNet multiplies sparse matrices, which the counter takes for
+        dense ones.
         """), "",
     ]  # fmt: skip
     for library, table in tables.items():

@@ -127,7 +127,8 @@ def resolve_module(spec: str) -> Callable[..., Any]:
 
 
 _PACKAGES = {"sklearn": "scikit-learn", "cv2": "opencv-python", "PIL": "pillow", "yaml": "pyyaml", "skimage":
-             "scikit-image", "open_clip": "open-clip-torch", "Bio": "biopython", "attr": "attrs"}  # fmt: skip
+             "scikit-image", "open_clip": "open-clip-torch", "Bio": "biopython", "attr": "attrs",
+             "ruamel": "ruamel.yaml", "pkg_resources": "setuptools"}  # fmt: skip
 """Names of modules -> names of their packages, where they differ."""
 
 

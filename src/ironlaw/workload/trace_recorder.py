@@ -114,9 +114,9 @@ class Recorder(TorchDispatchMode):
     def mark(self, value: Any, attribute: str) -> None:
         """Set a flag in the lifetimes of these tensors' storages."""
         for storage in _storages(value):
-            known = self._alive.get(storage._cdata)
-            if known is not None and known[1] is not None:
-                setattr(known[1], attribute, True)
+            life = self._alive.get(storage._cdata, (None, None))[1]
+            if life is not None:
+                setattr(life, attribute, True)
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -129,12 +129,12 @@ class Recorder(TorchDispatchMode):
             return tensor.detach()  # a graph that holds itself is never freed
 
         @contextmanager
-        def disable(message: str) -> Iterator[None]:
+        def disable(error_message: str) -> Iterator[None]:
             outermost, self._keeps_all = not self._keeps_all, True
             if outermost:
                 hooks.__exit__()
             try:
-                with original(message):
+                with original(error_message):
                     yield
             finally:
                 if outermost:
@@ -249,8 +249,7 @@ class Recorder(TorchDispatchMode):
         return replace(call, flops=call.flops * (whole - life.padding) // whole)
 
     def _lifetime(self, tensor: Tensor) -> Lifetime | None:
-        known = next((self._alive.get(storage._cdata) for storage in storages(tensor)), None)
-        return known[1] if known else None
+        return next((self._alive.get(storage._cdata, (None, None))[1] for storage in storages(tensor)), None)
 
     def _remember(self, storage: torch.UntypedStorage, lifetime: Lifetime | None) -> bool:
         key = storage._cdata
@@ -286,7 +285,10 @@ def build_operations(recorder: Recorder) -> list[TracedOperation]:
     records = recorder.records
     if not records:
         return []
-    _write_in_place(recorder)
+    for index, earlier, total in recorder.accumulations:  # in place, but not for tensor subclasses such as fakes
+        if earlier.died == index and earlier.bytes == total.bytes:
+            # The sum takes over the earlier gradient's bytes.
+            total.born, earlier.merged = earlier.born, True
     groups = _merged(records)
     place = {index: i for i, group in enumerate(groups) for index in group}
     operations = [_operation([records[index] for index in group]) for group in groups]
@@ -305,14 +307,6 @@ def build_operations(recorder: Recorder) -> list[TracedOperation]:
         if died is not None and kind != "gradient":
             memory[died][f"frees_{kind}_bytes"] += life.bytes
     return [replace(op, **sizes) for op, sizes in zip(operations, memory, strict=True)]
-
-
-def _write_in_place(recorder: Recorder) -> None:
-    """Merges storages of gradients that autograd adds or puts in place, but not for tensor subclasses such as fakes."""
-    for index, earlier, total in recorder.accumulations:
-        if earlier.died == index and earlier.bytes == total.bytes:
-            # The sum takes over the earlier gradient's bytes.
-            total.born, earlier.merged = earlier.born, True
 
 
 def _merged(records: list[RecordedKernel]) -> list[list[int]]:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ironlaw import units
 from ironlaw.errors import UserError
-from ironlaw.workload.trace_kernels import LSTM_LAYER, LstmLayer, base_name, grouped_shape, tensors
+from ironlaw.workload.trace_kernels import LSTM_LAYER, LstmLayer, base_name, grouped_shape, storages, tensors
 
 KNOWN_BYTES = {True: 2**16, False: 2**24}  # True: floating-point tensors, such as weights; False: all others
 """Largest tensor whose values are computed. Masks, indices and positions of at most this size take milliseconds."""
@@ -64,9 +64,7 @@ class TraceMode(FakeTensorMode):
 
     def has_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor has valid values."""
-        if _is_fake(tensor):
-            return False
-        return not self._overwritten or tensor.untyped_storage()._cdata not in self._overwritten
+        return not _is_fake(tensor) and all(part._cdata not in self._overwritten for part in storages(tensor))
 
     def keeps_values(self, tensor: Tensor) -> bool:
         """Returns whether a tensor's values are kept; those of large floating-point tensors are not."""
@@ -101,9 +99,11 @@ class TraceMode(FakeTensorMode):
         return *results, self.without_values((kept,), torch.uint8)
 
     def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return a norm's results as its kernel makes them, where PyTorch's rule for fakes differs: of narrow numbers with
-        wide weights, statistics are wide and an input's gradient is narrow; images of a batch norm keep the memory order
-        of the input only if it is one of PyTorch's own, which that of a transposed sequence is not."""
+        """Return a norm's results as its CPU kernel makes them, where PyTorch's rule for fakes differs.
+
+        Of narrow numbers with wide weights, statistics are wide and the gradient of the input is narrow. Images of a
+        batch norm keep the input's memory order only if it is one of PyTorch's own, unlike a transposed sequence's.
+        """
         given = args[1 if name.endswith("_backward") else 0]
         order = suggest_memory_format(given) if "batch" in name else torch.preserve_format
         wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors(args)))
@@ -115,8 +115,7 @@ class TraceMode(FakeTensorMode):
 
     def forget_values(self, value: Any) -> None:
         for tensor in tensors(value):
-            if not isinstance(tensor, FakeTensor):
-                storage = tensor.untyped_storage()
+            for storage in [] if isinstance(tensor, FakeTensor) else storages(tensor):
                 # Forget only until it is freed, as the address may be reused; a strong reference would count as saved.
                 known_again = partial(self._overwritten.pop, storage._cdata)
                 self._overwritten[storage._cdata] = weakref.ref(storage, known_again)
