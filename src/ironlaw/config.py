@@ -296,6 +296,8 @@ def _started_from(document: dict[str, Any], model: dict[str, Any], where: str) -
     """Apply `[model] from = "DIR"`: take dimensions, weights and tokenizer from a Hugging Face directory or a run."""
     folder = at_home(str(model["from"]))
     overrides = {key: value for key, value in model.items() if key != "from"}
+    for key in overrides.keys() - ModelConfig.model_fields.keys():
+        raise UserError(f"unknown key model.{key}: {did_you_mean(key, ModelConfig.model_fields, prefix='model.')}")
     there = read_model_config(folder, f"{where}: model.from = {model['from']!r}")
     tables = {"model": with_overrides(there.model_dump(exclude_none=True), overrides)}
     tables["train"] = document.get("train", {}) | {"start_from": str(folder.absolute())}

@@ -177,7 +177,8 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in FULL or "requested and" in str(error):  # NumPy's own, of a file that was cut short
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from None
-        raise UserError(f"cannot write to {folder}: {error.strerror}; give a directory you can write to") from None
+        reason = error.strerror or error
+        raise UserError(f"cannot write to {folder}: {reason}; give a directory you can write to") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
