@@ -236,7 +236,7 @@ class CloseLook(TorchDispatchMode):
                 self._nodes[number] = line, kinds, 0.0, lines
                 self._marked[UNREAD].add(line)
                 self._seconds[UNREAD][line] += forward
-        if number in self._to_inputs:
+        if line and number in self._to_inputs:
             kinds = [*kinds, INPUTS]
             self._marked[INPUTS].add(line)
         self._backward += seconds

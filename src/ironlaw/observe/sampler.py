@@ -52,7 +52,6 @@ class _Thread:
         while not self._ended.wait(every_seconds):
             with stacks() as frames:
                 look(frames)
-            del frames  # or tensors of a function that returns now are freed late, and by this thread
 
     def end(self) -> None:
         self._ended.set()
@@ -214,7 +213,7 @@ def data_stage_of(frame: FrameType | None, others: Sequence[FrameType] = ()) -> 
             return "workers", place
         if any(word in name or word in Path(file).stem.lower() for word in _TOKENISE):
             stage = "tokenise"
-        if "_BaseDataLoaderIter" in str(frame.f_locals.get("self").__class__) or name == "__next__":
+        if "_BaseDataLoaderIter" in frame.f_code.co_qualname or name == "__next__":
             break
         frame = frame.f_back
     return stage, place

@@ -9,15 +9,17 @@ import inspect
 import sys
 import sysconfig
 import time
+import traceback
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +60,35 @@ def user_line(frame: FrameType | None = None, of: Collection[CodeType] = ()) -> 
     return line_of(next((f for f in frames if f.f_code in of), frames[0] if frames else None))
 
 
+@dataclass(slots=True)
+class Place:
+    """What is read of a frame: a frame itself would keep the tensors of a function that returns meanwhile."""
+
+    f_code: CodeType
+    f_lineno: int
+    f_back: Place | None = None
+
+
 @contextmanager
 def stacks() -> Iterator[dict[int, FrameType]]:
-    """Gives the innermost frame of each thread, by its number. Read frames of other threads only within this context:
-    CPython 3.11 may collect garbage within `f_back`, which may let another thread run, and reading a frame that ends
-    meanwhile is a segmentation fault."""
+    """Gives copies of the innermost frame of each thread, by its number, and of those that called it. CPython 3.11 may
+    collect garbage within `f_back`, which may let another thread run, and reading a frame that ends meanwhile is a
+    segmentation fault."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        yield sys._current_frames()
+        yield {thread: cast(FrameType, _copied(frame)) for thread, frame in sys._current_frames().items()}
     finally:
         if collecting:
             gc.enable()
+
+
+def _copied(frame: FrameType) -> Place:
+    innermost = last = Place(frame.f_code, frame.f_lineno)
+    for caller, line in islice(traceback.walk_stack(frame), 1, None):
+        last.f_back = Place(caller.f_code, line)
+        last = last.f_back
+    return innermost
 
 
 def files_of(module: nn.Module) -> list[str]:
