@@ -31,7 +31,12 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
-MODELS = {"gpt": GPT, "llama": LLAMA, "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60}}
+EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24}
+MODELS = {
+    "gpt": GPT, "llama": LLAMA, "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60},
+    "mixtral": LLAMA | {"moe": EXPERTS},
+    "shared experts": LLAMA | {"moe": EXPERTS | {"shared_experts": 1, "shared_ffn": 40, "shared_gate": True}},
+}  # fmt: skip
 CASES: list[tuple[str, str, tuple[str, ...]]] = [
     *((name, method, ()) for name in MODELS for method in ("lora", "dora", "qlora")),
     ("gpt", "qlora", ("wte",)), ("llama", "lora", ("lm_head",)), ("llama", "dora", ("embed_tokens", "lm_head")),
@@ -98,7 +103,8 @@ def test_flops_and_held_bytes_are_exact(name: str, method: str, ends: tuple[str,
 @pytest.mark.parametrize(("name", "method", "ends"), CASES)
 def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...], precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, ends=ends), precision)
-    assert abs(planned - found) < (2_000 if precision == "fp32" and name != "llama" else 0.02 * found)
+    exact = precision == "fp32" and name in ("gpt", "llama of wide blocks")
+    assert abs(planned - found) < (2_000 if exact else 0.02 * found)
 
 
 # In bf16 of blocks that are wide enough, or whose highest moment is no product: oneDNN's take 50 to 200 KB a thread for
@@ -107,13 +113,14 @@ def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...
     ("name", "method", "precision"),
     [*((name, method, "fp32") for name in MODELS for method in ("lora", "qlora", "dora")),
      *(("llama of wide blocks", method, "bf16") for method in ("lora", "dora")),
-     *((name, "qlora", "bf16") for name in MODELS)],
+     *((name, "qlora", "bf16") for name in MODELS if name != "shared experts")],
 )  # fmt: skip
 def test_the_peak_with_recomputation(name: str, method: str, precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, again=True), precision)
     assert planned == pytest.approx(found, rel=0.05 if precision == "bf16" and method != "qlora" else 0.02)
 
 
-def test_with_few_targets_the_plan_is_a_little_above() -> None:
-    planned, found = peaks(*both("llama", "lora", "fp32", ("q_proj", "v_proj")), "fp32")
-    assert found <= planned <= 1.3 * found
+@pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("llama", "dora"), ("mixtral", "qlora")])
+def test_the_peak_with_few_targets(name: str, method: str) -> None:
+    planned, found = peaks(*both(name, method, "fp32", ("q_proj", "v_proj")), "fp32")
+    assert planned == pytest.approx(found, rel=0.02)

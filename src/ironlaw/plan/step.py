@@ -192,11 +192,9 @@ class StepPlan:
 
 
 def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
-    """Returns the recipe with the config's adapters, if it trains any. Raises UserError for adapters of experts."""
+    """Returns the recipe with the config's adapters, if it trains any."""
     if not config.finetune.adapts or config.model.latent is not None:
         return recipe
-    if config.model.moe is not None:
-        raise UserError("adapters of experts are not planned: give a dense model")
     from ironlaw.model.huggingface.configs import names_of
 
     names = names_of(Path(config.train.start_from or ""), config.model)

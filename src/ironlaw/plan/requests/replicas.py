@@ -141,8 +141,8 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
     layouts and for models whose adapters are not planned.
     """
     assert requested.config is not None
-    if requested.model.latent is not None or requested.model.moe is not None:
-        raise UserError("adapters of latent attention and experts are not planned: give a dense model")
+    if requested.model.latent is not None:
+        raise UserError("adapters of latent attention are not planned: give a model of another kind of attention")
     if options.layout or options.emit or options.network or options.per_node or options.engine not in (None, OURS):
         raise UserError(
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "
