@@ -272,6 +272,16 @@ def test_an_adapter_that_computes_otherwise_is_refused(field: dict[str, Any], to
         check_adapter(tmp_path, FinetuneConfig(**LORA))
 
 
+def test_a_model_with_experts_adapts_attention_alone() -> None:
+    """PEFT on transformers 5 takes the names of dense and shared networks for the routed experts'."""
+    config = ModelConfig(**LLAMA | {"moe": {"experts": 4, "experts_per_token": 2, "dense_layers": 1}})
+    names = names_of(Path("none"), ModelConfig(**MIXTRAL))
+    trained = adapter_parameters(config, names, FinetuneConfig(**LORA))
+    assert trained and all(".attention." in parameter.name for parameter in trained)
+    with pytest.raises(UserError, match="which no matrix of attention"):
+        adapter_parameters(config, names, FinetuneConfig(**LORA | {"targets": ("mlp.gate_proj",)}))
+
+
 def test_a_target_that_is_not_there(finetuning: Config, train: Train, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'qproj', which no matrix is called: did you mean q_proj"):
         train(finetuning({"targets": ["qproj"]}), tmp_path / "run")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from micro_batch import highest, in_order
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import highest_allocated
+from workload_cases import LATENT, highest_allocated
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
@@ -32,13 +32,18 @@ LLAMA: dict[str, Any] = GPT | {
     "bias": False, "tied": False,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24}
-MODELS = {
-    "gpt": GPT, "llama": LLAMA, "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60},
+MODELS = {"gpt": GPT, "llama": LLAMA, "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60}}
+OF_EXPERTS = {
     "mixtral": LLAMA | {"moe": EXPERTS},
     "shared experts": LLAMA | {"moe": EXPERTS | {"shared_experts": 1, "shared_ffn": 40, "shared_gate": True}},
-}  # fmt: skip
+    "deepseek": LLAMA | LATENT["latent with experts"],
+}
+ADAPTED = [
+    *((name, method) for name in MODELS for method in ("lora", "dora", "qlora")),
+    ("mixtral", "lora"), ("mixtral", "qlora"), ("shared experts", "dora"), ("deepseek", "lora"),
+]  # fmt: skip
 CASES: list[tuple[str, str, tuple[str, ...]]] = [
-    *((name, method, ()) for name in MODELS for method in ("lora", "dora", "qlora")),
+    *((name, method, ()) for name, method in ADAPTED),
     ("gpt", "qlora", ("wte",)), ("llama", "lora", ("lm_head",)), ("llama", "dora", ("embed_tokens", "lm_head")),
 ]  # fmt: skip
 
@@ -52,7 +57,7 @@ def both(
     ends: tuple[str, ...] = (),
 ) -> tuple[Transformer, Program]:
     config, finetune = (
-        ModelConfig(**MODELS[name]),
+        ModelConfig(**(MODELS | OF_EXPERTS)[name]),
         FinetuneConfig(method=method, rank=8, targets=targets, modules_to_save=ends),
     )
     policies = (frozenset[str](),) * config.layers if again else ()
@@ -111,9 +116,9 @@ def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...
 # themselves, whatever the model, which is not planned. These models hold less than a megabyte.
 @pytest.mark.parametrize(
     ("name", "method", "precision"),
-    [*((name, method, "fp32") for name in MODELS for method in ("lora", "qlora", "dora")),
+    [*((name, method, "fp32") for name, method in ADAPTED),
      *(("llama of wide blocks", method, "bf16") for method in ("lora", "dora")),
-     *((name, "qlora", "bf16") for name in MODELS if name != "shared experts")],
+     *((name, "qlora", "bf16") for name in (*MODELS, "mixtral"))],
 )  # fmt: skip
 def test_the_peak_with_recomputation(name: str, method: str, precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, again=True), precision)

@@ -23,37 +23,34 @@ IN_FULL = ("router", "shared_gate")  # products of matrices that are never quant
 READERS = (
     (("qkv",), "attention_out"), (("ffn_gate", "ffn_up"), "ffn_down"), (("ffn_down",), "ffn_down"),
     (("shared_ffn_gate", "shared_ffn_up"), "shared_ffn_down"), (("shared_ffn_down",), "shared_ffn_down"),
-    (("expert_gate", "expert_up"), "expert_down"), (("expert_down",), "expert_down"),
+    (("expert_gate", "expert_up"), "expert_down"), (("expert_down",), "expert_down"), (("router",), ""),
 )  # fmt: skip
-"""Products with one input, and the product whose module holds that input until it returns."""
+"""Products with one input, and the product whose module holds that input until it returns ("": the block)."""
 
 
 def _without_inputs(shape: Shape, operations: Sequence[Operation]) -> list[Operation]:
     """Return the operations of a block, where inputs of matrices without an adapter are freed when they are read."""
     changed, adapted = list(operations), {name for name, _ in shape.adapters[0].rows}
     found = {op.name: index for index, op in enumerate(operations) if op.matmul is not None}
-    shared = () if shape.casts else ("shared_ffn_gate", "shared_ffn_up")  # they read the router's input, not a cast
-    for readers, holder in (*READERS, (("router", *shared), "")):
-        reader = next((found[name] for name in readers if name in found), None)
-        if reader is None or adapted.intersection(readers):
-            continue
-        owner, of_weight = next(
-            (i, j) for i in range(reader, len(changed)) for j, g in enumerate(changed[i].gradient)
-            if g.kernel == "matmul_weight_gradient" and g.name == operations[reader].name
-        )  # fmt: skip
-        gradient = list(changed[owner].gradient)
-        copied = gradient[of_weight].temporary_bytes if shape.casts else 0
-        size = gradient[of_weight].frees_saved_bytes - copied
-        if not size:
-            continue
-        gradient[of_weight] = with_memory(gradient[of_weight], frees_saved=-size)
-        changed[owner] = replace(changed[owner], gradient=tuple(gradient))
-        maker = next(
-            i for i in range(reader - 1, -1, -1) if changed[i].saved_bytes >= size and not _casts_weight(changed[i])
-        )
-        changed[maker] = with_memory(changed[maker], saved=-size, temporary=size)
-        end = found.get(holder, len(changed) - 1)
-        changed[end] = with_memory(changed[end], frees_temporary=size)
+    for readers, holder in READERS:
+        shared = set() if shape.casts else adapted.intersection(readers)  # autocast makes a copy for each
+        for name in () if shared else [name for name in readers if name in found and name not in adapted]:
+            owner, of_weight = next(
+                (i, j) for i in range(found[name], len(changed)) for j, g in enumerate(changed[i].gradient)
+                if g.kernel == "matmul_weight_gradient" and g.name == name
+            )  # fmt: skip
+            gradient = list(changed[owner].gradient)
+            copied = gradient[of_weight].temporary_bytes if shape.casts else 0
+            size = gradient[of_weight].frees_saved_bytes - copied
+            if not size:
+                continue
+            gradient[of_weight] = with_memory(gradient[of_weight], frees_saved=-size)
+            changed[owner] = replace(changed[owner], gradient=tuple(gradient))
+            before = range(found[name] - 1, -1, -1)
+            maker = next(i for i in before if changed[i].saved_bytes >= size and not _casts_weight(changed[i]))
+            changed[maker] = with_memory(changed[maker], saved=-size, temporary=size)
+            end = found.get(holder, len(changed) - 1)
+            changed[end] = with_memory(changed[end], frees_temporary=size)
     return changed
 
 
@@ -65,8 +62,10 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
     """Yield the operations of a layer of a kind, with their backward passes, given its adapters (`shape.adapters`)."""
     adapters = shape.adapters[0]
     last: tuple[Operation, ...] = ()
-    needs_gradient = not (adapters.first and adapters.rows) or kind == "head"  # the input: not before the first adapter
+    of_input, is_adapted = not (adapters.first and adapters.rows) or kind == "head", False
     for op in operations if kind in ("embedding", "head") else _without_inputs(shape, operations):
+        # Narrow keys and values are made of the layer's input, after queries that may have adapters.
+        needs_gradient = of_input or (is_adapted and not op.name.startswith("latent_down"))
         if kind in adapters.ends and (op.matmul is not None or op.kernel == "cast" or op.name == "embedding"):
             yield op  # trained in full
             continue
@@ -102,7 +101,7 @@ def frozen(shape: Shape, kind: str, operations: Sequence[Operation]) -> Iterator
         freed = op.frees_temporary_bytes  # when the module returns
         yield replace(op, gradient=tuple(gradient), frees_temporary_bytes=0)
         *added, summed = _adapters(shape, op, rows, needs_gradient)
-        needs_gradient = True
+        is_adapted = True
         yield from (*added, with_memory(summed, frees_temporary=freed))
 
 

@@ -96,8 +96,8 @@ class AdapterTarget:
 # Linear layers of a block -> the names of their products.
 PRODUCTS = {
     "attention.qkv": "qkv", "attention.out": "attention_out",
+    **{f"attention.{part}": part for part in ("query_down", "query_up", "latent_down", "latent_up")},
     **{f"ffn.{part}": f"ffn_{part}" for part in ("up", "gate", "down")},
-    **{f"ffn.shared.{part}": f"shared_ffn_{part}" for part in ("up", "gate", "down")},
 }  # fmt: skip
 IN_FULL = ("ffn.router.weight", "ffn.shared_gate.weight")  # no linear layers here: fp32, and without adapters
 NARROWING = (
@@ -118,10 +118,11 @@ class Adapters:
 
     def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
         # A recomputed block keeps its input, to recompute from.
-        qkv = any(target.layer == "blocks.0.attention.qkv" for target in self.targets)
+        readers = [f"blocks.0.attention.{name}" for name in ("qkv", "query_down", "latent_down")]
+        reads = any(target.layer in readers for target in self.targets)
         ends = frozenset(end for end in ("embedding", "head") if self.trains(f"{end}.weight", model))
         first = "embedding" not in ends
-        plain, found = first and qkv and not recomputes_first and model.norm_place == "pre", []
+        plain, found = first and reads and not recomputes_first and model.norm_place == "pre", []
         for layer in range(model.layers):
             rows: dict[str, tuple[int, ...]] = {}
             for target in self.of_layer(layer):
@@ -206,10 +207,18 @@ def _rows_and_columns(matrix: Parameter) -> tuple[int, int]:
 
 
 def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
-    """Return every matrix of the blocks that can have an adapter: not those of routed experts and of their routers."""
+    """Return every matrix of the blocks that can have an adapter; of a model with experts, those of attention alone.
+
+    PEFT 0.21 on transformers 5 takes `gate_proj`, `up_proj` and `down_proj` of such a model for its routed experts',
+    wherever they are.
+    """
     from ironlaw.model.huggingface.tensors import entries
 
-    matrices = {p.name: p.shape for p in model_parameters(model) if _is_matrix(p) and len(p.shape) == 2}
+    matrices = {
+        p.name: p.shape
+        for p in model_parameters(model)
+        if _is_matrix(p) and (model.moe is None or ".attention." in p.name)
+    }
     found = []
     for entry in entries(model, names):
         if entry.ours not in matrices:
@@ -236,8 +245,9 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
         found = available if wanted == ALL else [t for t in available if f".{t.theirs}".endswith(f".{wanted}")]
         if not found:
             known = (ALL, *{target.name for target in available})
+            of = " of attention (a model with experts adapts these alone)" if model.moe is not None else ""
             raise UserError(
-                f"finetune.targets has {wanted!r}, which no matrix is called: {did_you_mean(wanted, known)}"
+                f"finetune.targets has {wanted!r}, which no matrix{of} is called: {did_you_mean(wanted, known)}"
             )
         chosen += found
     return [target for target in available if target in chosen]
