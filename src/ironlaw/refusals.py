@@ -74,9 +74,10 @@ def _of_steps(run: Run) -> Refusals:
 
 def _of_adapters(run: Run, asked: str) -> Refusals:
     communication, saved, optimizer = run.communication, run.finetune.modules_to_save, run.optimizer.name
-    tp, pp = (run.layout.tp, run.layout.pp) if run.layout is not None else (1, 1)
+    tp, pp, ep = (run.layout.tp, run.layout.pp, run.layout.ep) if run.layout is not None else (1, 1, 1)
     yield from (
-        (run.model.moe, f"{asked} does not reach the experts' matrices, which are one stack: use a dense model"),
+        (run.model.moe and tp * ep > 1,
+         f"{asked} does not divide experts: use dp, cp, pp or zero of [layout]"),
         (tp > 1 and run.model.latent, f"{asked} does not divide latent attention: use dp, cp, pp or zero of [layout]"),
         (communication.local_steps or communication.gradients == "powersgd",
          f"{asked} has little to send: leave out communication.local_steps and powersgd"),

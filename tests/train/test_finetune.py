@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ironlaw.config import RunConfig, build_config
+from ironlaw.config import RunConfig, build_config, load_config
 from ironlaw.errors import UserError
 from ironlaw.ledger import Ledger
 from ironlaw.model.adapters import adapted_layers
@@ -40,7 +40,10 @@ LLAMA: dict[str, Any] = GPT | {
     "name": "tiny-llama", "heads": 4, "kv_heads": 2, "ffn": 48, "gated_ffn": True, "activation": "silu",
     "norm": "rmsnorm", "positions": "rope", "bias": False, "tied": False,
 }  # fmt: skip
-MODELS = {"llama": LLAMA, "gpt2": GPT}
+MIXTRAL = LLAMA | {"name": "tiny-mixtral", "moe": {"experts": 4, "experts_per_token": 2}}
+MODELS = {"llama": LLAMA, "gpt2": GPT, "mixtral": MIXTRAL}
+ADAPTED = [(name, method, every) for name in ("llama", "gpt2") for method in ("lora", "dora", "qlora")
+           for every in (True, False)]  # fmt: skip
 LORA: dict[str, Any] = {"method": "lora", "rank": 4, "alpha": 10.0}
 
 
@@ -71,15 +74,13 @@ def adapted(folder: Path, config: ModelConfig, finetune: FinetuneConfig, drawn: 
     return model.eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("method", ["lora", "dora", "qlora"])
-@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize(("name", "method", "every"), [*ADAPTED, ("mixtral", "lora", True), ("mixtral", "qlora", True)])
 def test_peft_computes_the_same_logits(tmp_path: Path, name: str, method: str, every: bool) -> None:
     """With every matrix adapted, with some, and with the ends trained in full (GPT-2's are one)."""
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     config = write_base(tmp_path / "base", MODELS[name])
-    some = ("mlp.down_proj", "v_proj") if name == "llama" else ("attn.c_proj",)
-    ends: dict[str, Any] = {"modules_to_save": ("embed_tokens", "lm_head") if name == "llama" else ("wte",)}
+    some = ("attn.c_proj",) if name == "gpt2" else ("mlp.down_proj", "v_proj")
+    ends: dict[str, Any] = {"modules_to_save": ("wte",) if name == "gpt2" else ("embed_tokens", "lm_head")}
     finetune = FinetuneConfig(**LORA | {"method": method} | (ends if every else {"targets": some}))
     model = adapted(tmp_path / "base", config, finetune)
     (tmp_path / "adapter").mkdir()
@@ -136,6 +137,13 @@ def test_a_stopped_run_goes_on_to_the_bit(
     longer = finetuning({"method": method, "dropout": 0.1}, train={"steps": 16})
     train_until(14, longer, tmp_path / "run", resume=True)
     assert not (tmp_path / "run" / "adapter").exists()  # it was of step 12
+
+
+@pytest.mark.parametrize("method", [(), ("finetune.method=qlora",)])
+def test_the_example_is_for_all_weights_and_for_adapters(finetuning: Config, tmp_path: Path, method: Any) -> None:
+    example = Path(__file__).parents[2] / "examples" / "finetune.toml"
+    config = load_config(example, [f"model.from={tmp_path / 'base'}", *method])
+    assert config.finetune.adapts == bool(method)
 
 
 def test_only_adapters_are_trained_and_kept(finetuning: Config, train: Train, tmp_path: Path) -> None:
@@ -262,6 +270,16 @@ def test_an_adapter_that_computes_otherwise_is_refused(field: dict[str, Any], to
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(UserError, match=told) if told else nullcontext():
         check_adapter(tmp_path, FinetuneConfig(**LORA))
+
+
+def test_a_model_with_experts_adapts_attention_alone() -> None:
+    """PEFT on transformers 5 takes the names of dense and shared networks for the routed experts'."""
+    config = ModelConfig(**LLAMA | {"moe": {"experts": 4, "experts_per_token": 2, "dense_layers": 1}})
+    names = names_of(Path("none"), ModelConfig(**MIXTRAL))
+    trained = adapter_parameters(config, names, FinetuneConfig(**LORA))
+    assert trained and all(".attention." in parameter.name for parameter in trained)
+    with pytest.raises(UserError, match="which no matrix of attention"):
+        adapter_parameters(config, names, FinetuneConfig(**LORA | {"targets": ("mlp.gate_proj",)}))
 
 
 def test_a_target_that_is_not_there(finetuning: Config, train: Train, tmp_path: Path) -> None:

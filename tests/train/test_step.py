@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,7 @@ from ironlaw.train.mesh import Mesh
 from ironlaw.train.noise_scale import NoiseScale
 from ironlaw.train.optimizer import learning_rate
 from ironlaw.train.precision import LossScale, autocast
-from ironlaw.train.result import Outcome
+from ironlaw.train.result import Outcome, validate
 from ironlaw.train.step import Step
 
 Config = Callable[..., RunConfig]
@@ -311,3 +313,20 @@ def test_what_needs_a_gpu_is_refused_in_one_line(
     with pytest.raises(UserError) as error:
         plan_run(tiny_config(train=train), machine_profile)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_pipeline_validates_on_a_batch_that_is_not_full() -> None:
+    """Its shapes are those of the training step: rows without targets make up for what the text lacks."""
+    rows = np.arange(6).reshape(3, 2)
+
+    def evaluate(batch: Batch[np.ndarray]) -> tuple[float, int]:
+        assert batch.inputs.shape == (8, 2)
+        counted = batch.targets[batch.targets != IGNORED]
+        return float(counted.sum()), counted.size
+
+    step: Any = SimpleNamespace(
+        schedule=object(), share=8, evaluating=nullcontext, evaluate=evaluate,
+        config=SimpleNamespace(train=SimpleNamespace(global_batch=8)),
+    )  # fmt: skip
+    loader: Any = SimpleNamespace(validation=lambda rows_each, limit: [Batch(rows, rows)])
+    assert validate(step, loader, Mesh(torch.device("cpu")), lambda batch: batch, 1) == rows.mean()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from micro_batch import highest, in_order
 from torch.utils.flop_counter import FlopCounterMode
-from workload_cases import highest_allocated
+from workload_cases import LATENT, highest_allocated
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
@@ -31,9 +31,19 @@ LLAMA: dict[str, Any] = GPT | {
     "kv_heads": 2, "ffn": 96, "gated_ffn": True, "activation": "silu", "norm": "rmsnorm", "positions": "rope",
     "bias": False, "tied": False,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24}
 MODELS = {"gpt": GPT, "llama": LLAMA, "llama of wide blocks": LLAMA | {"ffn": 700, "vocab": 60}}
+OF_EXPERTS = {
+    "mixtral": LLAMA | {"moe": EXPERTS},
+    "shared experts": LLAMA | {"moe": EXPERTS | {"shared_experts": 1, "shared_ffn": 40, "shared_gate": True}},
+    "deepseek": LLAMA | LATENT["latent with experts"],
+}
+ADAPTED = [
+    *((name, method) for name in MODELS for method in ("lora", "dora", "qlora")),
+    ("mixtral", "lora"), ("mixtral", "qlora"), ("shared experts", "dora"), ("deepseek", "lora"),
+]  # fmt: skip
 CASES: list[tuple[str, str, tuple[str, ...]]] = [
-    *((name, method, ()) for name in MODELS for method in ("lora", "dora", "qlora")),
+    *((name, method, ()) for name, method in ADAPTED),
     ("gpt", "qlora", ("wte",)), ("llama", "lora", ("lm_head",)), ("llama", "dora", ("embed_tokens", "lm_head")),
 ]  # fmt: skip
 
@@ -47,7 +57,7 @@ def both(
     ends: tuple[str, ...] = (),
 ) -> tuple[Transformer, Program]:
     config, finetune = (
-        ModelConfig(**MODELS[name]),
+        ModelConfig(**(MODELS | OF_EXPERTS)[name]),
         FinetuneConfig(method=method, rank=8, targets=targets, modules_to_save=ends),
     )
     policies = (frozenset[str](),) * config.layers if again else ()
@@ -98,22 +108,24 @@ def test_flops_and_held_bytes_are_exact(name: str, method: str, ends: tuple[str,
 @pytest.mark.parametrize(("name", "method", "ends"), CASES)
 def test_the_peak_is_the_allocators(name: str, method: str, ends: tuple[str, ...], precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, ends=ends), precision)
-    assert abs(planned - found) < (2_000 if precision == "fp32" and name != "llama" else 0.02 * found)
+    exact = precision == "fp32" and name in ("gpt", "llama of wide blocks")
+    assert abs(planned - found) < (2_000 if exact else 0.02 * found)
 
 
 # In bf16 of blocks that are wide enough, or whose highest moment is no product: oneDNN's take 50 to 200 KB a thread for
 # themselves, whatever the model, which is not planned. These models hold less than a megabyte.
 @pytest.mark.parametrize(
     ("name", "method", "precision"),
-    [*((name, method, "fp32") for name in MODELS for method in ("lora", "qlora", "dora")),
+    [*((name, method, "fp32") for name, method in ADAPTED),
      *(("llama of wide blocks", method, "bf16") for method in ("lora", "dora")),
-     *((name, "qlora", "bf16") for name in MODELS)],
+     *((name, "qlora", "bf16") for name in (*MODELS, "mixtral"))],
 )  # fmt: skip
 def test_the_peak_with_recomputation(name: str, method: str, precision: str) -> None:
     planned, found = peaks(*both(name, method, precision, again=True), precision)
     assert planned == pytest.approx(found, rel=0.05 if precision == "bf16" and method != "qlora" else 0.02)
 
 
-def test_with_few_targets_the_plan_is_a_little_above() -> None:
-    planned, found = peaks(*both("llama", "lora", "fp32", ("q_proj", "v_proj")), "fp32")
-    assert found <= planned <= 1.3 * found
+@pytest.mark.parametrize(("name", "method"), [("llama", "lora"), ("llama", "dora"), ("mixtral", "qlora")])
+def test_the_peak_with_few_targets(name: str, method: str) -> None:
+    planned, found = peaks(*both(name, method, "fp32", ("q_proj", "v_proj")), "fp32")
+    assert planned == pytest.approx(found, rel=0.02)

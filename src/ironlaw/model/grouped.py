@@ -21,9 +21,10 @@ Ends = list[int] | Tensor
 """End of the rows of each expert: a list on the host, or a tensor on the device for kernels that read it there."""
 
 
-def group_ends(counts: Tensor, rows: Tensor, weight: Tensor) -> Ends:
-    """Convert `counts` (E,) to row ends. Tensors without values (meta, fake) count as an even load."""
-    if _has_grouped_kernel(rows, weight):
+def group_ends(counts: Tensor, rows: Tensor, weight: Tensor | None) -> Ends:
+    """Convert `counts` (E,) to row ends. Tensors without values (meta, fake) count as an even load. `weight`: the
+    stacked matrices; None where they are not in memory as such."""
+    if weight is not None and _has_grouped_kernel(rows, weight):
         return counts.cumsum(0).to(torch.int32)  # stays on the device: no synchronisation
     if counts.is_meta or isinstance(counts, FakeTensor):
         return [rows.shape[0] * (expert + 1) // counts.numel() for expert in range(counts.numel())]
@@ -72,30 +73,32 @@ def _weight_gradient(gradient: Tensor, rows: Tensor, out: Tensor, onednn: bool) 
 
 
 class GroupedProduct(torch.autograd.Function):
-    """(R, in) rows sorted by expert, (E, out, in) weights -> (R, out)."""
+    """(R, in) rows sorted by expert, (E, out, in) weights -> (R, out). Frozen weights do not keep the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Ends, onednn: bool = False) -> Tensor:
-        ctx.save_for_backward(rows, weight)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
         ctx.ends, ctx.onednn = ends, onednn
         if isinstance(ends, Tensor):
             return torch._grouped_mm(rows, weight.transpose(1, 2), offs=ends)
         out = rows.new_empty(rows.shape[0], weight.shape[1])
-        for span, matrix in zip(_spans(ends), weight, strict=True):
+        for span, matrix in zip(spans(ends), weight, strict=True):
             _product(rows[span], matrix, out[span], onednn)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         gradient, ends = gradients[0].contiguous(), ctx.ends
         if isinstance(ends, Tensor):
             of_rows = torch._grouped_mm(gradient, weight, offs=ends)
-            return of_rows, torch._grouped_mm(gradient.t(), rows, offs=ends), None, None
-        of_rows, of_weight = torch.empty_like(rows), torch.empty_like(weight)
-        for span, matrix, of_matrix in zip(_spans(ends), weight, of_weight, strict=True):
-            _product(gradient[span], matrix.t(), of_rows[span], ctx.onednn)
-            _weight_gradient(gradient[span], rows[span], of_matrix, ctx.onednn)
+            return of_rows, None if rows is None else torch._grouped_mm(gradient.t(), rows, offs=ends), None, None
+        of_rows = gradient.new_empty(gradient.shape[0], weight.shape[2])
+        of_weight = None if rows is None else torch.empty_like(weight)
+        for expert, span in enumerate(spans(ends)):
+            _product(gradient[span], weight[expert].t(), of_rows[span], ctx.onednn)
+            if of_weight is not None:
+                _weight_gradient(gradient[span], rows[span], of_weight[expert], ctx.onednn)
         return of_rows, of_weight, None, None
 
 
@@ -164,23 +167,25 @@ class RowBias(torch.autograd.Function):
             number = torch.arange(rows.shape[0], device=rows.device)
             rows += bias[torch.searchsorted(ends, number, right=True).clamp(max=bias.shape[0] - 1)]
         else:
-            for span, of_expert in zip(_spans(ends), bias, strict=True):
+            for span, of_expert in zip(spans(ends), bias, strict=True):
                 rows[span] += of_expert
         ctx.mark_dirty(rows)
         return rows
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (gradient,) = gradients
+        if not ctx.needs_input_grad[1]:
+            return gradient, None, None
         if isinstance(ctx.ends, Tensor):
             lengths = torch.diff(ctx.ends, prepend=ctx.ends.new_zeros(1)).long()
             of_bias = torch.segment_reduce(gradient.float(), "sum", lengths=lengths).to(gradient.dtype)
         else:
-            of_bias = torch.stack([gradient[span].sum(0) for span in _spans(ctx.ends)])
+            of_bias = torch.stack([gradient[span].sum(0) for span in spans(ctx.ends)])
         return gradient, of_bias, None
 
 
-def _spans(ends: list[int]) -> list[slice]:
+def spans(ends: list[int]) -> list[slice]:
     return list(map(slice, [0, *ends[:-1]], ends))
 
 

@@ -110,10 +110,10 @@ def use_onednn(model: nn.Module, wanted: bool = True) -> None:
             module.onednn = wanted  # type: ignore[assignment]
 
 
-Kind = TypeVar("Kind", bound=Linear)
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
-def become(module: Linear, kind: type[Kind]) -> Kind:
+def become(module: nn.Module, kind: type[Kind]) -> Kind:
     """Change the class of a layer in place and return it; its tensors and their names do not change."""
     module.__class__ = kind
     assert isinstance(module, kind)

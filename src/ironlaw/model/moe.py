@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.feed_forward import FeedForward, activate
-from ironlaw.model.grouped import ClampedSwiGLU, Combine, Dispatch, GroupedProduct, RowBias, group_ends
+from ironlaw.model.grouped import ClampedSwiGLU, Combine, Dispatch, Ends, GroupedProduct, RowBias, group_ends
 from ironlaw.model.linear import autocast_dtype, local_part
 
 
@@ -81,7 +81,8 @@ def inverse(order: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """The scores of each token for each expert, always in fp32, so that choices do not depend on rounding."""
+    """The scores of each token for each expert, always in fp32, so that choices do not depend on rounding. A frozen
+    router chooses as it did: it has no balancing loss, and its bias does not move."""
 
     bias: Tensor | None
 
@@ -112,7 +113,8 @@ class Router(nn.Module):
             if moe.routed_scale != 1.0:
                 weights = weights * moe.routed_scale
             counts = counts_of(chosen, moe.experts)
-            return weights, chosen, counts, self.balance_loss(scores, counts, peers) if self.training else None
+            balances = self.training and self.weight.requires_grad
+            return weights, chosen, counts, self.balance_loss(scores, counts, peers) if balances else None
 
     def within_groups(self, preference: Tensor) -> Tensor:
         """Return the preferences (N, E) with minus infinity outside the groups that score highest."""
@@ -150,13 +152,21 @@ class ExpertLinear(nn.Module):
 
     def forward(self, rows: Tensor, ends: Any) -> Tensor:
         """Multiply (R, in) with the row ends of each expert, or (E, C, in) if all experts have C rows."""
-        weight = local_part(self.weight).to(rows.dtype)  # the matrices of this rank's experts
         bias = None if self.bias is None else self.bias.to(rows.dtype)
+        product = self.product(rows, ends)
+        if bias is None:
+            return product
+        return product + bias[:, None, :] if rows.dim() == 3 else RowBias.apply(product, bias, ends)
+
+    def ends(self, counts: Tensor, rows: Tensor) -> Ends:
+        return group_ends(counts, rows, local_part(self.weight))
+
+    def product(self, rows: Tensor, ends: Any) -> Tensor:
+        weight = local_part(self.weight).to(rows.dtype)  # the matrices of this rank's experts
         if rows.dim() == 3:
-            of_expert = torch.bmm(rows, weight.transpose(1, 2))
-            return of_expert if bias is None else of_expert + bias[:, None, :]
-        product: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
-        return product if bias is None else RowBias.apply(product, bias, ends)
+            return torch.bmm(rows, weight.transpose(1, 2))
+        found: Tensor = GroupedProduct.apply(rows, weight, ends, self.onednn and rows.dtype is torch.float32)
+        return found
 
 
 class Experts(nn.Module):
@@ -174,7 +184,7 @@ class Experts(nn.Module):
     @torch.compiler.disable  # the rows per expert change with every step, and each size would be compiled anew
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply the experts to rows (R, H) sorted by expert, `counts` (E,) of each; (E, C, H) needs none."""
-        ends = None if rows.dim() == 3 else group_ends(counts, rows, local_part(self.up.weight))
+        ends = None if rows.dim() == 3 else self.up.ends(counts, rows)
         if self.gate is None:
             return self.down(activate(self.up(rows, ends), self.activation), ends)
         if self.activation == "clamped_swiglu":
@@ -315,7 +325,7 @@ def update_routing(model: nn.Module) -> ExpertLoad | None:
     for layer in expert_layers(model):
         load = layer.load.float()
         mean = load.mean()
-        if layer.router.bias is not None:
+        if layer.router.bias is not None and layer.router.weight.requires_grad:
             layer.router.bias += layer.moe.bias_rate * (mean - load).sign()
         busiest.append(load.max() / mean)
         unused.append((load == 0).float().mean())

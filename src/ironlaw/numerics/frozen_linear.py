@@ -1,4 +1,5 @@
-"""Frozen linear layers with a quantised matrix that is dequantised for each product (QLoRA, arXiv 2305.14314).
+"""Frozen layers with a quantised matrix that is dequantised for each product (QLoRA, arXiv 2305.14314): linear layers,
+and the stacked matrices of experts, one expert at a time.
 
 Scales are quantised to 8 bits: their mean is subtracted, and 256 of the differences share an fp32 scale (the paper's
 double quantisation, with int8 instead of its 8-bit float). nf4 takes 4 + 8/64 + 32/(64 x 256) = 4.127 bits per weight.
@@ -11,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ironlaw.errors import UserError
 from ironlaw.model.adapters import AdaptedLinear, LayerAdapters
 from ironlaw.model.frozen import DEQUANTISED, SCALES_BLOCK
+from ironlaw.model.grouped import Ends, group_ends, spans
 from ironlaw.model.linear import Linear, become
+from ironlaw.model.moe import ExpertLinear
 from ironlaw.numerics.quantized import Quantized, quantize
 from ironlaw.numerics.rounding import decode
 
@@ -36,8 +39,8 @@ class FrozenProduct(torch.autograd.Function):
         return (gradient @ ctx.layer.frozen(gradient.dtype)).to(ctx.dtype), None, None
 
 
-class FrozenLinear(AdaptedLinear):
-    """`AdaptedLinear` without `weight`: codes and scales are buffers, which are not saved in checkpoints."""
+class FrozenMatrix(nn.Module):
+    """Part of a layer in the place of `weight`: codes and scales are buffers, which are not saved in checkpoints."""
 
     codes: Tensor  # (rows, bytes of a row)
     scale_codes: Tensor  # (rows, blocks of a row)
@@ -48,15 +51,17 @@ class FrozenLinear(AdaptedLinear):
     _row_blocks: int  # blocks of a whole row
     _form: tuple[Quantized, Quantized]  # codes and scales, without their tensors
 
-    def frozen(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns the matrix, dequantised in chunks of rows: intermediate tensors take several times its bytes."""
+    def frozen(self, dtype: torch.dtype = torch.float32, first: int = 0, last: int | None = None) -> Tensor:
+        """Returns rows `first` to `last` of the matrix, by default all, dequantised in chunks: intermediate tensors
+        take several times their bytes."""
         rows, columns = self._form[0].shape
+        last = rows if last is None else last
         step = max(1, DEQUANTISED // columns)
-        pieces = (self._rows(slice(row, row + step)).to(dtype) for row in range(0, rows, step))
-        if rows <= step:
+        pieces = (self._rows(slice(row, min(row + step, last))).to(dtype) for row in range(first, last, step))
+        if last - first <= step:
             return next(pieces)
-        found = torch.empty(rows, columns, dtype=dtype, device=self.codes.device)
-        for row, piece in zip(range(0, rows, step), pieces, strict=True):
+        found = torch.empty(last - first, columns, dtype=dtype, device=self.codes.device)
+        for row, piece in zip(range(0, last - first, step), pieces, strict=True):
             found[row : row + step] = piece
         return found
 
@@ -69,10 +74,6 @@ class FrozenLinear(AdaptedLinear):
         scales = decode(scale_codes, scales_form.format.element) * self.group_scales[group] + self.scale_mean
         shape = torch.Size((rows, form.shape[1]))
         return replace(form, shape=shape, codes=self.codes[chosen], scales=scales).dequantize()
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = FrozenProduct.apply(x, self, bias)
-        return product
 
     def shard(self, rows: Tensor | None, columns: slice) -> None:
         """Keep only these rows (None: all) and columns of the whole matrix. Raises UserError for part of a block."""
@@ -92,25 +93,82 @@ class FrozenLinear(AdaptedLinear):
         self._form = replace(form, shape=torch.Size((len(chosen), columns.stop - columns.start))), scales_form
 
 
+class FrozenLinear(FrozenMatrix, AdaptedLinear):
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = FrozenProduct.apply(x, self, bias)
+        return product
+
+
+class FrozenGroupedProduct(torch.autograd.Function):
+    """(R, in) rows sorted by expert -> (R, out). It saves no tensor, and dequantises the experts that have rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, layer: FrozenExperts, ends: list[int]) -> Tensor:
+        ctx.layer, ctx.ends = layer, ends
+        out = rows.new_empty(rows.shape[0], layer.outputs)
+        for expert, span in enumerate(spans(ends)):
+            if span.stop > span.start:
+                torch.mm(rows[span], layer.matrix(expert, rows.dtype).t(), out=out[span])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = gradient.new_empty(gradient.shape[0], ctx.layer.inputs)
+        for expert, span in enumerate(spans(ctx.ends)):
+            if span.stop > span.start:
+                torch.mm(gradient[span], ctx.layer.matrix(expert, gradient.dtype), out=found[span])
+        return found, None, None
+
+
+class FrozenExperts(FrozenMatrix, ExpertLinear):
+    """`ExpertLinear` whose matrices, one below the other, are quantised."""
+
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        return self._form[0].shape[1]
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Tensor:
+        return self.frozen(dtype, expert * self.outputs, (expert + 1) * self.outputs)
+
+    def ends(self, counts: Tensor, rows: Tensor) -> Ends:
+        return group_ends(counts, rows, None)
+
+    def product(self, rows: Tensor, ends: Any) -> Tensor:
+        if rows.dim() == 3:
+            experts, each, _ = rows.shape
+            own = [each * (expert + 1) for expert in range(experts)]
+            return self.product(rows.flatten(0, 1), own).view(experts, each, -1)
+        found: Tensor = FrozenGroupedProduct.apply(rows, self, ends)
+        return found
+
+
 @torch.no_grad()
-def quantize_frozen(module: Linear, name: str = "nf4") -> FrozenLinear:
-    """Quantises the module's matrix in place to the block format `name`, which must have fp32 scales."""
-    whole = quantize(module.weight, name)
+def quantize_frozen(module: Linear | ExpertLinear, name: str = "nf4") -> None:
+    """Quantises the module's matrices in place to the block format `name`, which must have fp32 scales."""
+    whole = quantize(module.weight.flatten(0, -2), name)
     assert whole.scales is not None
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=(1, SCALES_BLOCK))
     assert scales.scales is not None
-    module = become(module, FrozenLinear)
-    module.adapters = LayerAdapters()
-    del module._parameters["weight"]
+    frozen: FrozenMatrix
+    if isinstance(module, ExpertLinear):
+        outputs = module.weight.shape[1]
+        frozen = become(module, FrozenExperts)
+        frozen.outputs = outputs
+    else:
+        frozen = become(module, FrozenLinear)
+        frozen.adapters = LayerAdapters()
+    del frozen._parameters["weight"]
     codes = scales.codes.flatten()[: whole.scales.numel()].view(whole.scales.shape).clone()
     tensors = {
         "codes": whole.codes, "scale_codes": codes, "group_scales": scales.scales.flatten(), "scale_mean": mean
     }  # fmt: skip
     for part, tensor in tensors.items():
-        module.register_buffer(part, tensor, persistent=False)
-    module.register_buffer("group_rows", None, persistent=False)
-    module._row_blocks = whole.scales.shape[1]
+        frozen.register_buffer(part, tensor, persistent=False)
+    frozen.register_buffer("group_rows", None, persistent=False)
+    frozen._row_blocks = whole.scales.shape[1]
     nothing = torch.empty(0)
-    module._form = replace(whole, codes=nothing, scales=None), replace(scales, codes=nothing, scales=None)
-    return module
+    frozen._form = replace(whole, codes=nothing, scales=None), replace(scales, codes=nothing, scales=None)

@@ -192,11 +192,9 @@ class StepPlan:
 
 
 def with_adapters(recipe: Recipe, config: RunConfig) -> Recipe:
-    """Returns the recipe with the config's adapters, if it trains any. Raises UserError for adapters of experts."""
-    if not config.finetune.adapts or config.model.latent is not None:
+    """Returns the recipe with the config's adapters, if it trains any."""
+    if not config.finetune.adapts:
         return recipe
-    if config.model.moe is not None:
-        raise UserError("adapters of experts are not planned: give a dense model")
     from ironlaw.model.huggingface.configs import names_of
 
     names = names_of(Path(config.train.start_from or ""), config.model)
@@ -218,8 +216,6 @@ def with_objective(program: Program, config: RunConfig) -> Program:
 
 def finetuning(config: RunConfig, program: Program) -> str:
     """Returns a sentence about the trained and the frozen parameters."""
-    if config.model.latent is not None:
-        return f"{config.finetune.method} is planned here as if everything were trained: an upper bound"
     model, adapters = config.model, program.recipe.adapters
     assert adapters is not None
     trained = sum(p.elements for p in adapters.trained(model, range(model.layers)))

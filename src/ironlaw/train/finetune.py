@@ -26,13 +26,15 @@ from ironlaw.model.adapters import Adapter, adapt, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.configs import names_of
 from ironlaw.model.huggingface.spec import Names
+from ironlaw.model.huggingface.tensors import entries
 from ironlaw.model.linear import Linear, become
+from ironlaw.model.moe import ExpertLinear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.frozen_linear import quantize_frozen
+from ironlaw.numerics.frozen_linear import FrozenExperts, quantize_frozen
 from ironlaw.train.checkpoint import newest_of
 from ironlaw.train.precision import product_type
 from ironlaw.train.run_directory import RunDirectory, complete_or_nothing
-from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of, linear_layers
+from ironlaw.workload.finetune import AdapterTarget, FinetuneConfig, adapters_of
 
 SAMPLE_BYTES, SAMPLES = 2**14, 64  # of a weight file, for the digest: any further training changes all samples
 
@@ -42,15 +44,17 @@ def add_adapters(
 ) -> None:
     """Freeze `model`, which holds the weights of `source`, and add the adapters.
 
-    At a 16-bit precision frozen matrices are stored in 16 bits, since products would round them anyway; not for DoRA.
+    At a 16-bit precision frozen matrices are stored in 16 bits, since products would round them anyway; in DoRA only
+    those of experts, which have no adapters.
     """
     names = names_of(Path(source), config)
     chosen = adapters_of(config, names, finetune)
     model.requires_grad_(False)
     for entry in chosen.saved:
         model.get_parameter(entry.ours).requires_grad_(True)
-    linears = [module for module in model.get_submodule("blocks").modules() if isinstance(module, Linear)]
-    for module in linears if finetune.method == "qlora" else ():
+    blocks = model.get_submodule("blocks")
+    matrices = [module for module in blocks.modules() if isinstance(module, Linear | ExpertLinear)]
+    for module in matrices if finetune.method == "qlora" else ():
         quantize_frozen(module)
     for layer, group in groupby(chosen.targets, key=lambda target: target.layer):
         linear = model.get_submodule(layer)
@@ -61,13 +65,19 @@ def add_adapters(
     if finetune.start_from:
         read_adapter(Path(finetune.start_from), model, config, names, finetune)
     held = product_type(precision)
-    if held is None or finetune.method == "dora":
+    if held is None:
         return
     assert isinstance(model, Transformer) and model.embedding is not None
-    model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # fp32 residual stream
-    for held_so in (model.embedding, model.head, *linears):
-        if "weight" in held_so._parameters and not held_so.weight.requires_grad:  # neither quantized nor trained
-            held_so.weight.data = held_so.weight.data.to(held)
+    narrowed: list[nn.Module] = [*matrices]
+    if finetune.method == "dora":
+        narrowed = [module for module in matrices if isinstance(module, ExpertLinear)]
+    else:
+        model.embedding.register_forward_hook(lambda module, inputs, found: found.float())  # fp32 residual stream
+        narrowed += [model.embedding, model.head]
+    for held_so in narrowed:
+        weight = held_so._parameters.get("weight")  # None: quantised
+        if weight is not None and not weight.requires_grad:
+            weight.data = weight.data.to(held)
 
 
 def merge(model: nn.Module) -> None:
@@ -77,6 +87,10 @@ def merge(model: nn.Module) -> None:
         del layer.adapters
         layer._buffers.clear()
         become(layer, Linear).weight = weight
+    for experts in [module for module in model.modules() if isinstance(module, FrozenExperts)]:
+        weight = nn.Parameter(experts.frozen().unflatten(0, (-1, experts.outputs)))
+        experts._buffers.clear()
+        become(experts, ExpertLinear).weight = weight
     model.requires_grad_(True)
 
 
@@ -158,7 +172,7 @@ def write_adapter(
     fields: dict[str, Any] = _ONLY | {
         "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "r": finetune.rank,
         "lora_alpha": _whole(finetune.alpha), "lora_dropout": finetune.dropout, "use_dora": finetune.method == "dora",
-        "target_modules": _module_names(targets, linear_layers(config, names)), "init_lora_weights": True,
+        "target_modules": _module_names(targets, config, names), "init_lora_weights": True,
         "modules_to_save": sorted({_tail(name.rpartition(".")[0]) for name in whole}) or None,
         "fan_in_fan_out": any(target.transposed for target in targets),
     }  # fmt: skip
@@ -171,10 +185,11 @@ def write_adapter(
     write_json(folder / CONFIG, fields)
 
 
-def _module_names(targets: Sequence[AdapterTarget], there: Sequence[AdapterTarget]) -> list[str]:
-    """Return the shortest suffixes of the targets' module names that match no matrix without an adapter."""
+def _module_names(targets: Sequence[AdapterTarget], config: ModelConfig, names: Names) -> list[str]:
+    """Return the shortest suffixes of the targets' module names that match no module without an adapter."""
     chosen, found = {target.theirs for target in targets}, set()
-    others = [target.theirs for target in there if target.theirs not in chosen]
+    there = {theirs.removesuffix(".weight") for entry in entries(config, names) for theirs in entry.theirs}
+    others = there - chosen
     for target in targets:
         parts = target.theirs.split(".")
         tails = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import Batch
+from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.loader import Loader
 from ironlaw.ledger import Estimate, Ledger, Origin
 from ironlaw.machine import host, interference
@@ -41,11 +41,10 @@ def validate(
 
     Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
-    pipelined = step.schedule is not None  # a pipeline evaluates only batches of the training step's size
-    rows = step.share if pipelined else step.micro_batch
+    rows = step.micro_batch if step.schedule is None else step.share
     batches = list(loader.validation(rows, max_batches * step.config.train.global_batch))
-    if pipelined:  # drop an incomplete batch, even if it is the only one
-        batches = [batch for batch in batches if len(batch.inputs) == rows]
+    if step.schedule is not None:  # a pipeline evaluates only batches of the training step's size
+        batches = [_filled(batch, rows) for batch in batches]
     total, tokens = 0.0, 0.0
     with step.evaluating():
         for first in range(0, len(batches), mesh.dp):
@@ -55,6 +54,14 @@ def validate(
             total, tokens = (total + losses, tokens + counted) if counts else (total, tokens)
     total, tokens = mesh.sum([total, tokens])
     return total / tokens if tokens else float("nan")
+
+
+def _filled(batch: Batch[np.ndarray], rows: int) -> Batch[np.ndarray]:
+    """Return a batch of `rows` sequences: where there are fewer, with the last one again, without targets."""
+    own = len(batch.inputs)
+    whole = batch.map(lambda array: np.pad(array, ((0, rows - own), (0, 0)), mode="edge"))
+    whole.targets[own:] = IGNORED
+    return whole
 
 
 def in_other_units(loss: float, bits_per_byte: float | None) -> dict[str, float]:

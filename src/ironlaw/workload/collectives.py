@@ -353,7 +353,7 @@ class _Stage:
             yield "ep", "all_to_all", calls, calls * rows * model.hidden * self.recipe.product_bytes
             if capacity is None:  # the number of rows for each expert, before the rows
                 yield "ep", "all_to_all", forward, forward * moe.experts * INT64
-        if shared and moe.balance == "loss" and moe.balance_loss:
+        if shared and moe.balance == "loss" and moe.balance_loss and self.adapters is None:  # else the router is frozen
             yield "micro_batch", "all_reduce", forward, forward * moe.experts * INT64
         if shared and moe.capacity_factor is not None:
             chosen = self.together * self.tokens * moe.experts_per_token * INT64

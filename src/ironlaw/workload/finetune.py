@@ -7,6 +7,7 @@ there, gate and up two here and sometimes one there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -94,10 +95,16 @@ class AdapterTarget:
 
 # Linear layers of a block -> the names of their products.
 PRODUCTS = {
-    "attention.qkv": "qkv", "attention.out": "attention_out", "ffn.up": "ffn_up", "ffn.gate": "ffn_gate",
-    "ffn.down": "ffn_down",
+    "attention.qkv": "qkv", "attention.out": "attention_out",
+    **{f"attention.{part}": part for part in ("query_down", "query_up", "latent_down", "latent_up")},
+    **{f"ffn.{part}": f"ffn_{part}" for part in ("up", "gate", "down")},
 }  # fmt: skip
-NARROWING = ("attention.out", "ffn.down")  # tensor parallel ranks divide their inputs, but other layers' outputs
+IN_FULL = ("ffn.router.weight", "ffn.shared_gate.weight")  # no linear layers here: fp32, and without adapters
+NARROWING = (
+    "attention.out",
+    "ffn.down",
+    "ffn.shared.down",
+)  # tensor parallel ranks divide their inputs, but other layers' outputs
 ENDS = ("embedding.weight", "head.weight")
 
 
@@ -111,10 +118,11 @@ class Adapters:
 
     def of_blocks(self, model: ModelConfig, recomputes_first: bool) -> tuple[BlockAdapters, ...]:
         # A recomputed block keeps its input, to recompute from.
-        qkv = any(target.layer == "blocks.0.attention.qkv" for target in self.targets)
+        readers = [f"blocks.0.attention.{name}" for name in ("qkv", "query_down", "latent_down")]
+        reads = any(target.layer in readers for target in self.targets)
         ends = frozenset(end for end in ("embedding", "head") if self.trains(f"{end}.weight", model))
         first = "embedding" not in ends
-        plain, found = first and qkv and not recomputes_first and model.norm_place == "pre", []
+        plain, found = first and reads and not recomputes_first and model.norm_place == "pre", []
         for layer in range(model.layers):
             rows: dict[str, tuple[int, ...]] = {}
             for target in self.of_layer(layer):
@@ -148,19 +156,19 @@ class Adapters:
         return [target.stop - target.start for target in targets if target.layer.endswith(NARROWING)]
 
     def frozen(self, parameters: Iterable[Parameter], product_bytes: int) -> Iterator[Parameter]:
-        """Yield the frozen tensors as stored: fp32; matrices in `product_bytes` (DoRA: fp32); QLoRA's block matrices in
-        nf4, with the codes of their scales."""
+        """Yield the frozen tensors as stored: fp32; matrices in `product_bytes` (DoRA: only experts'); QLoRA's block
+        matrices in nf4, with the codes of their scales."""
         trained_names = {entry.ours for entry in self.saved}
         for parameter in parameters:
-            matrix = parameter.is_block_matrix
+            matrix, experts = _is_matrix(parameter), len(parameter.shape) == 3
             if parameter.name in trained_names:
                 continue
-            if self.config.method == "dora" or not (matrix or parameter.name in ENDS):
+            if not (matrix or parameter.name in ENDS) or (self.config.method == "dora" and not experts):
                 yield replace(parameter, trained=False)
-            elif self.config.method == "lora" or not matrix:
+            elif self.config.method != "qlora" or not matrix:
                 yield replace(parameter, trained=False, width=product_bytes)
             else:
-                rows, columns = parameter.shape
+                rows, columns = _rows_and_columns(parameter)
                 blocks, name = -(-columns // NF4_BLOCK), parameter.name.removesuffix("weight")
                 codes = blocks * NF4_BLOCK * NF4_BITS // 8
                 yield replace(parameter, name=f"{name}codes", shape=(rows, codes), trained=False, width=1)
@@ -178,23 +186,44 @@ class Adapters:
         if self.config.method != "qlora":
             return 0
         total = 0
-        for parameter in (p for p in parameters if p.is_block_matrix):
-            scales = parameter.shape[0] * -(-parameter.shape[1] // NF4_BLOCK)
+        for parameter in filter(_is_matrix, parameters):
+            rows, columns = _rows_and_columns(parameter)
+            scales = rows * -(-columns // NF4_BLOCK)
             total += -(-scales // SCALES_BLOCK) * FP32 + FP32
             total += local_shape_of(parameter, layout)[0] * INDEX if layout.tp > 1 else 0
         return total
 
 
+def _is_matrix(parameter: Parameter) -> bool:
+    """Whether it is a matrix of a block that is stored in few bits: of a linear layer, or of all experts."""
+    stack = len(parameter.shape) == 3
+    return (stack or parameter.is_block_matrix) and not parameter.name.endswith(IN_FULL)
+
+
+def _rows_and_columns(matrix: Parameter) -> tuple[int, int]:
+    """Return the sizes of a matrix; those of experts are one below the other."""
+    *rows, columns = matrix.shape
+    return math.prod(rows), columns
+
+
 def linear_layers(model: ModelConfig, names: Names) -> list[AdapterTarget]:
-    """Return every matrix of the blocks, experts excluded, that can have an adapter."""
+    """Return every matrix of the blocks that can have an adapter; of a model with experts, those of attention alone.
+
+    PEFT 0.21 on transformers 5 takes `gate_proj`, `up_proj` and `down_proj` of such a model for its routed experts',
+    wherever they are.
+    """
     from ironlaw.model.huggingface.tensors import entries
 
-    shapes = {parameter.name: parameter.shape for parameter in model_parameters(model)}
+    matrices = {
+        p.name: p.shape
+        for p in model_parameters(model)
+        if _is_matrix(p) and (model.moe is None or ".attention." in p.name)
+    }
     found = []
     for entry in entries(model, names):
-        shape = shapes[entry.ours]
-        if not entry.ours.startswith("blocks.") or len(shape) != 2 or entry.unstacked or entry.stacked:
+        if entry.ours not in matrices:
             continue
+        shape = matrices[entry.ours]
         start = 0
         for theirs, rows in zip(entry.theirs, entry.sizes or (shape[0],), strict=True):
             order = tuple(row - start for row in entry.order[start : start + rows])
@@ -216,8 +245,9 @@ def targets_of(model: ModelConfig, names: Names, config: FinetuneConfig) -> list
         found = available if wanted == ALL else [t for t in available if f".{t.theirs}".endswith(f".{wanted}")]
         if not found:
             known = (ALL, *{target.name for target in available})
+            of = " of attention (a model with experts adapts these alone)" if model.moe is not None else ""
             raise UserError(
-                f"finetune.targets has {wanted!r}, which no matrix is called: {did_you_mean(wanted, known)}"
+                f"finetune.targets has {wanted!r}, which no matrix{of} is called: {did_you_mean(wanted, known)}"
             )
         chosen += found
     return [target for target in available if target in chosen]

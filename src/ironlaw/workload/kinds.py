@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ironlaw.ledger import Kind
 from ironlaw.model.config import ModelConfig
-from ironlaw.workload.adapted import frozen
+from ironlaw.workload.adapted import EXPERT, frozen
 from ironlaw.workload.blocks import FP32, Shape, cast, gradient_sum, norm_saved_bytes
 from ironlaw.workload.conventions import Casts
 from ironlaw.workload.division import on_rank
@@ -70,7 +70,6 @@ def is_block(group: str) -> bool:
 
 
 COMPILED = "blocks"
-EXPERT = "expert_"  # products of experts: `expert_up`
 
 
 def compiled_key(op: Operation) -> tuple[Kind, str]:

@@ -306,7 +306,8 @@ def _shared_experts(shape: Shape) -> list[Operation]:
 def _shared_gate(shape: Shape, size: Size) -> list[Operation]:
     """The gate of the shared experts: one factor per token on their result, of `size` bytes."""
     hidden, w, elements = shape.model.hidden, shape.matmul_bytes, shape.elements
-    gate, saved = shape.tokens * w, size + hidden * w if shape.casts else 0  # casts of the input and of the weight
+    # Casts of the input, which a frozen weight does not save, and of the weight.
+    gate, saved = shape.tokens * w, size * (not shape.adapters) + hidden * w if shape.casts else 0
     sizes = (shape.tokens, 1, hidden)
     to_input, to_weight = product_gradients(shape, "shared_gate", sizes, moved=size, consumes=gate)
     to_weight = replace(to_weight, temporary_bytes=0, gradient_bytes=hidden * FP32, frees_saved_bytes=saved)

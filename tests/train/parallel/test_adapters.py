@@ -35,22 +35,26 @@ def test_adapters_on_ranks_are_those_of_one_process(
 ) -> None:  # fmt: skip
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     tokens = torch.arange(32).view(2, 16)
-    config = ModelConfig(**LLAMA)
-    torch.manual_seed(0)
-    write_model(tmp_path / "base", config, Transformer(config).state_dict())
+    models = {"llama": LLAMA, "mixtral": LLAMA | {"moe": {"experts": 4, "experts_per_token": 2}}}
+    for base, table in models.items():
+        config = ModelConfig(**table)
+        torch.manual_seed(0)
+        write_model(tmp_path / base, config, Transformer(config).state_dict())
     cases, names = [], []
-    layouts: list[tuple[str, dict[str, int]]] = [
-        ("lora", {"dp": 2}), ("qlora", {"dp": 2, "zero": 2}), ("dora", {"dp": 2, "zero": 3}), ("lora", {"cp": 2}),
-        ("lora", {"tp": 2}), ("dora", {"tp": 2}), ("lora", {"pp": 2}),
+    layouts: list[tuple[str, str, dict[str, int]]] = [
+        ("llama", "lora", {"dp": 2}), ("llama", "qlora", {"dp": 2, "zero": 2}), ("llama", "dora", {"dp": 2, "zero": 3}),
+        ("llama", "lora", {"cp": 2}), ("llama", "lora", {"tp": 2}), ("llama", "dora", {"tp": 2}),
+        ("llama", "lora", {"pp": 2}), ("mixtral", "lora", {"dp": 2, "zero": 3}),
+        ("mixtral", "qlora", {"dp": 2, "zero": 3}), ("mixtral", "lora", {"cp": 2}), ("mixtral", "qlora", {"pp": 2}),
     ]  # fmt: skip
-    for method, layout in layouts:
+    for base, method, layout in layouts:
         sections: dict[str, Any] = {
             "finetune": {"method": method, "rank": 4}, "checkpoint": {"every": 4}, "evaluation": {"every": 0},
             "optimizer": {"adapter_lr_scale": 1},
-            "train": {"start_from": str(tmp_path / "base"), "steps": 8, "micro_batch": 4},
+            "train": {"start_from": str(tmp_path / base), "steps": 8, "micro_batch": 4},
         }  # fmt: skip
-        name = "-".join((method, *layout))
-        file = tiny_file(LLAMA, **sections).rename(tmp_path / f"{name}.toml")
+        name = "-".join((base, method, *layout))
+        file = tiny_file(models[base], **sections).rename(tmp_path / f"{name}.toml")
         run_training(load_config(file), tmp_path / f"{name}-one", machine_profile)
         names.append(name)
         settings = {f"layout.{key}": value for key, value in layout.items()}
@@ -79,8 +83,8 @@ def test_adapters_on_ranks_are_those_of_one_process(
         assert files[0].keys() == files[1].keys()
         for key, tensor in files[1].items():
             torch.testing.assert_close(files[0][key], tensor, rtol=1e-4, atol=1e-6)
-        if not name.startswith("qlora"):  # whose base is rounded
-            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        if "qlora" not in name:  # whose base is rounded
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name.partition("-")[0])
             theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / name / "adapter").eval()
             with torch.no_grad():
                 ours = load_run(tmp_path / name).model(tokens)
@@ -88,7 +92,10 @@ def test_adapters_on_ranks_are_those_of_one_process(
 
 
 WIDE = {"hidden": 128, "context": 64, "layers": 3}
-MODELS = {"llama": LLAMA | WIDE | {"ffn": 256}, "gpt": {"heads": 4, "vocab": 300, **WIDE, "layers": 4}}
+MODELS = {
+    "llama": LLAMA | WIDE | {"ffn": 256}, "gpt": {"heads": 4, "vocab": 300, **WIDE, "layers": 4},
+    "mixtral": LLAMA | WIDE | {"moe": {"experts": 4, "experts_per_token": 2}},
+}  # fmt: skip
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("llama", "qlora", {"dp": 2, "zero": 3 if torch.__version__ >= "2.12" else 2}, {}),
     ("gpt", "lora", {"tp": 2, "sp": True}, {}),
@@ -98,6 +105,8 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("gpt", "lora", {"dp": 2, "zero": 3}, {"finetune": {"modules_to_save": ("wte",)}}),
     ("llama", "qlora", {"dp": 2}, {"finetune": {"modules_to_save": ("lm_head", "embed_tokens")}}),
     ("gpt", "lora", {"pp": 2, "virtual_stages": 2}, {}), ("gpt", "lora", {"tp": 2}, {"train": {"loss": "chunked"}}),
+    ("mixtral", "qlora", {"dp": 2, "zero": 3 if torch.__version__ >= "2.12" else 2}, {}),
+    ("mixtral", "lora", {"pp": 2}, {}), ("mixtral", "lora", {"cp": 2, "zero": 3}, {}),
 ]  # fmt: skip
 ON_FOUR: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("llama", "qlora", {"tp": 2, "pp": 2}, {}), ("gpt", "dora", {"dp": 2, "tp": 2, "zero": 1}, {}),

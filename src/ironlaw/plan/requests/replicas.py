@@ -138,11 +138,9 @@ def plan_adapters(requested: RequestedModel, cluster: Cluster, options: Options)
 
     Every block is recomputed if the job does not fit otherwise; a config file sets recomputation itself. Several
     accelerators hold replicas, which also shard the base (ZeRO 3) if it does not fit on one. Raises UserError for other
-    layouts and for models whose adapters are not planned.
+    layouts.
     """
     assert requested.config is not None
-    if requested.model.latent is not None or requested.model.moe is not None:
-        raise UserError("adapters of latent attention and experts are not planned: give a dense model")
     if options.layout or options.emit or options.network or options.per_node or options.engine not in (None, OURS):
         raise UserError(
             "adapters are planned on replicas alone here, as this trainer runs them: leave --layout, --emit, --engine, "

@@ -20,7 +20,7 @@ from ironlaw.model.adapters import AdaptedLinear, adapted_layers
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
-from ironlaw.numerics.frozen_linear import FrozenLinear
+from ironlaw.numerics.frozen_linear import FrozenLinear, FrozenMatrix
 from ironlaw.workload.finetune import NARROWING
 
 
@@ -107,7 +107,7 @@ def partial_parameters(part: nn.Module) -> list[nn.Parameter]:
 def make_codes_parameters(part: nn.Module) -> None:
     """Turn codes into parameters, which FSDP divides."""
     for layer in part.modules():
-        for name in ("codes", "scale_codes") if isinstance(layer, FrozenLinear) else ():
+        for name in ("codes", "scale_codes") if isinstance(layer, FrozenMatrix) else ():
             codes = layer._buffers.pop(name)
             assert codes is not None
             layer.register_parameter(name, nn.Parameter(codes.contiguous(), requires_grad=False))
