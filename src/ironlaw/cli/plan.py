@@ -13,7 +13,6 @@ from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, print_json, progress, show
 
 if TYPE_CHECKING:
-    from ironlaw.plan.request_types import PlanOutcome
     from ironlaw.report.document import Document
 
 
@@ -95,7 +94,7 @@ def plan(
     why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
     json: Json = False,
 ) -> None:
-    from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.api import planned
     from ironlaw.plan.request_types import Limits, Options, Prices
 
     runnable, limits = None, Limits.of(within, max_rent)
@@ -108,21 +107,8 @@ def plan(
         Prices(price_per_hour, grid, pue), limits, inputs=tuple(input_ or ()), real=real, network=network,
         per_node=per_node, ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
-    if serve is None:
-        with progress("Planning") if limits else nullcontext(lambda share, what: None) as report:
-            plan = plan_request(
-                what, on=on or limits.default_target, overrides=set_ or [], options=options, report=report
-            )
-        _show(plan, why, json)
-        return
-    if on == "this":
-        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
-    from ironlaw.plan.serving.answer import answer_serving
-
-    _show(answer_serving(resolve(what, set_ or []).model, on, serve, options), why, json)
-
-
-def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
+    with progress("Planning") if limits and serve is None else nullcontext(lambda share, what: None) as report:
+        answer = planned(what, on, set_ or [], serve, options, report)
     more = answer.more
     if json:
         print_json(answer.to_json())
