@@ -8,7 +8,7 @@ import pytest
 
 from ironlaw import units
 from ironlaw.report.page import render
-from ironlaw.report.record_view import FOOTER, PAGE, over_limit, record_view, worst_rows
+from ironlaw.report.record_view import over_limit, record_view, worst_rows
 from ironlaw.report.svg import Cloud, scatter, short, short_seconds, ticks
 
 
@@ -64,7 +64,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_whole_and_stands_alone(document):
-    page = render(record_view(document), PAGE, FOOTER)
+    page = render(record_view(document))
     parser = Balanced()
     parser.feed(page)
     assert not parser.open
@@ -78,7 +78,7 @@ def test_the_page_is_whole_and_stands_alone(document):
 
 def test_a_record_of_nothing_is_still_a_page(document):
     empty = document | {"rows": [], "groups": {}, "overall": entry(0, 0), "not_planned": []}
-    assert "No step time to compare with" in render(record_view(empty), PAGE, FOOTER)
+    assert "No step time to compare with" in render(record_view(empty))
 
 
 def test_a_perfect_plan_lies_on_the_diagonal():

@@ -96,14 +96,14 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
 
     from ironlaw.cli.tune import parse_budget
     from ironlaw.report.page import write
-    from ironlaw.report.sweep_view import FOOTER, sweep_view
+    from ironlaw.report.sweep_view import sweep_view
     from ironlaw.train.sweep import sweep_formats
 
     found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)
     view = sweep_view(found)
     answer(json, found, lambda _: view)
     if out is not None:
-        write(out, view, f"Formats of {found['source']}", FOOTER)
+        write(out, view)
         messages().print(f"drawn in {out}")
     if found.get("interrupted"):
         raise KeyboardInterrupt

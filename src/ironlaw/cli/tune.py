@@ -139,7 +139,6 @@ def explain(
 ) -> None:
     from ironlaw.api import explained
     from ironlaw.report.page import write
-    from ironlaw.report.run_view import FOOTER, page_name
 
     document, view = explained(run, other)
     answer(json, document, lambda _: view)
@@ -147,7 +146,7 @@ def explain(
         page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
         said = f"The same with charts: {page}"
         try:
-            write(page, view, page_name(document), FOOTER)
+            write(page, view)
         except OSError as error:  # a run may lie where nothing can be written
             said = f"No page with charts: {page}: {error.strerror}"
         if not json:

@@ -24,7 +24,7 @@ def validate(
     from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
-    from ironlaw.report.record_view import FOOTER, PAGE, record_view, serving_record_view
+    from ironlaw.report.record_view import record_view, serving_record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:
@@ -36,7 +36,7 @@ def validate(
     view = record_view(document)
     answer(json, document, lambda _: view)
     if html is not None:
-        write(html, view, PAGE, FOOTER)
+        write(html, view)
         messages().print(f"The same with plots: {html}")
 
 

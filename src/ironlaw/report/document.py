@@ -145,6 +145,8 @@ Block = Title | Heading | Paragraph | Table | NameList | Chart | Cards | Listing
 
 @dataclass
 class Document:
+    page: str = ""  # the name and the footer of its HTML page, if it has one
+    footer: str = ""
     blocks: list[Block] = field(default_factory=list)
 
     def add(self, block: Block) -> None:

@@ -200,7 +200,8 @@ class LiveRun:
 
     def html(self) -> str:
         """Return the page in its current state."""
-        steps, page = list(self._steps or ()), Document()
+        footer = f"The page ends with the run; `ironlaw explain {self.folder}` says afterwards where the time went."
+        steps, page = list(self._steps or ()), Document(f"{self.folder}: training", footer)
         since = units.seconds(time.monotonic() - self._began)
         page.title(str(self.folder), above=f"Ironlaw, training for {since}")
         page.add(Cards(self._cards(steps)))
@@ -211,8 +212,7 @@ class LiveRun:
             if chart is not None and len(steps) > 1:
                 page.heading(title)
                 page.add(chart)
-        footer = f"The page ends with the run; `ironlaw explain {self.folder}` says afterwards where the time went."
-        return render(page, f"{self.folder}: training", footer, refresh=REFRESH_SECONDS)
+        return render(page, refresh=REFRESH_SECONDS)
 
     def _cards(self, steps: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         """Return the figures at the head: name, value, remark."""

@@ -37,10 +37,6 @@ SERVED = {
     "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
     "kv_tokens": "Tokens the cache holds",
 }  # fmt: skip
-PAGE, FOOTER = "Ironlaw: the planner's record", (
-    "Errors are relative to the measurement. Each group's constants are those of its software (the engine), never of "
-    "the group."
-)  # fmt: skip
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -49,7 +45,11 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def record_view(found: Found) -> Document:
     """Return the view of a document of `Record.to_json`."""
-    view, overall = Document(), found["overall"]
+    footer = (
+        "Errors are relative to the measurement. Each group's constants are those of its software (the engine), never "
+        "of the group."
+    )
+    view, overall = Document("Ironlaw: the planner's record", footer), found["overall"]
     planned = overall["n"] - overall["not_planned"]
     profile = f" with the profile {found['profile']}" if found.get("profile") else ""
     source = Path(found.get("runs") or "measured runs").name

@@ -34,12 +34,12 @@ from ironlaw.report.document import (
 Found = Mapping[str, Any]
 MAX_OPERATIONS, MAX_GROUPS = 8, 12
 CARDS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes")
-FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
 
 
 def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> Document:
     """Return the whole explanation, the most important first. `metrics`: steps of `metrics.jsonl`, for the curves."""
-    view, time = Document(), found["time"]
+    footer = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
+    view, time = Document(f"{_model(found)}: Ironlaw run report", footer), found["time"]
     _headline(view, found)
     _remedies(view, found)
     _waterfall(view, found.get("waterfall"))
@@ -61,10 +61,6 @@ def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> D
     _accuracy(view, found)
     _provenance(view, found, config)
     return view
-
-
-def page_name(found: Found) -> str:
-    return f"{_model(found)}: Ironlaw run report"
 
 
 def _model(found: Found) -> str:

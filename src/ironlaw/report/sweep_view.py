@@ -14,14 +14,14 @@ from ironlaw.report.svg import Series, line_chart
 
 AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
 HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
-FOOTER = "Made by `ironlaw compress --sweep`."
 
 Point = Mapping[str, Any]
 
 
 def sweep_view(found: Mapping[str, Any]) -> Document:
-    view, points = Document(), found["points"]
-    view.title(f"Formats of {found['source']}")
+    title, points = f"Formats of {found['source']}", found["points"]
+    view = Document(title, "Made by `ironlaw compress --sweep`.")
+    view.title(title)
     rows = [
         [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
         for cells, point in zip(_rows(points), points, strict=True)
