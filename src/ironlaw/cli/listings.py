@@ -11,7 +11,7 @@ import typer
 from ironlaw.cli.options import Json
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
-from ironlaw.report.console import answer, messages, output, print_json, progress, show
+from ironlaw.report.console import answer, messages, progress
 
 
 def catalog(
@@ -53,13 +53,8 @@ def runs(
     from ironlaw.report.comparison_view import runs_view
 
     found = list_runs(folder, sort)
-    if json:
-        print_json({"schema_version": 1, "runs": found})
-        return
-    if not found:
-        output().print(f"{folder} holds no runs.")
-        return
-    show(runs_view(found, {run["run"]: losses(Path(run["run"])) for run in found}))
+    document = {"schema_version": 1, "runs": found}
+    answer(json, document, lambda _: runs_view(folder, found, lambda run: losses(Path(run))))
 
 
 def doctor(json: Json = False) -> None:
@@ -85,8 +80,6 @@ def measure(
         raise UserError(f"--threads {threads} is more than the {usable_cores()} cores that this process may use")
     started = time.perf_counter()
     profile = measure_and_keep(messages().print, progress, threads)
-    if json:
-        print_json(profile.to_json())
-        return
-    show(profile_view(profile, interference.typical(profile)))
-    messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")
+    answer(json, profile.to_json(), lambda _: profile_view(profile, interference.typical(profile)))
+    if not json:
+        messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")

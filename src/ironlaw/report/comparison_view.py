@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ironlaw import units
@@ -69,15 +70,18 @@ def _setting(value: Any) -> str:
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def runs_view(runs: Sequence[Found], curves: Mapping[str, Sequence[float]]) -> Document:
-    """Return a table of runs, each with its losses as a sparkline."""
+def runs_view(folder: Path, runs: Sequence[Found], losses: Callable[[str], Sequence[float]]) -> Document:
+    """Return a table of the runs in `folder`, each with its losses as a sparkline."""
     view = Document()
+    if not runs:
+        view.text(f"{folder} holds no runs.")
+        return view
     rows: list[Row] = []
     for run in runs:
         name = run["run"] if run["state"] == "done" else f"{run['run']} ({run['state']})"
         figures = [_figure(column, run.get(column)) for column in COLUMNS]
         rows.append([name, run.get("model") or "", str(run.get("steps") or ""), *figures,
-                     sparkline(curves.get(run["run"], ()))])  # fmt: skip
+                     sparkline(losses(run["run"]))])  # fmt: skip
     view.table(["run", "<model", "steps", *COLUMNS.values(), "<loss"], rows)
     return view
 

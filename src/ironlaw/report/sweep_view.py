@@ -42,15 +42,11 @@ def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
         (
             f"{letter} {'*' if point['frontier'] else ' '}", point["name"], units.bytes_(point["bytes"]),
             f"{point['loss']:.4f}" if point is whole else f"{point['loss'] - whole['loss']:+.4f}",
-            f"{point['tokens_per_second']:.1f}", f"{1e-9 * _read(point):.1f} GB/s",
+            f"{point['tokens_per_second']:.1f}", f"{1e-9 * point['bytes_read'] * point['tokens_per_second']:.1f} GB/s",
             ", ".join(point["kernels"]) or ("" if point is whole else "none: dequantised"),
         )
         for letter, point in zip(string.ascii_letters, points, strict=False)
     ]  # fmt: skip
-
-
-def _read(point: Point) -> float:
-    return float(point["tokens_per_second"] * point["bytes_read"])
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
