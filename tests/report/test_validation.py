@@ -82,7 +82,7 @@ def test_a_record_of_nothing_is_still_a_page(document):
 
 
 def test_a_perfect_plan_lies_on_the_diagonal():
-    drawing = scatter("t", "d", [Cloud("g", 0, [(1.0, 1.0, ""), (100.0, 100.0, "")])], short_seconds)
+    drawing = scatter("t", "d", [Cloud(0, [(1.0, 1.0, ""), (100.0, 100.0, "")])], short_seconds)
     places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawing)]
     x0, y0, x1, y1 = map(float, re.findall(r'class="diagonal" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing)[0])
     for x, y in places:

@@ -135,7 +135,7 @@ def _plot(found: Found, key: str) -> Chart:
     errors = found["overall"][key]
     described = f"{errors['n']} runs, median error {percent(errors['median'])} percent, mean {percent(errors['mean'])}"
     drawing = svg.scatter(
-        EXPLAINED[key][0], described, [svg.Cloud(name, indices[name], points) for name, points in clouds.items()],
+        EXPLAINED[key][0], described, [svg.Cloud(indices[name], points) for name, points in clouds.items()],
         tick, base,
     )  # fmt: skip
     caption = (

@@ -26,7 +26,6 @@ _ids = itertools.count(1)
 class Series:
     """A line, or single points with `dots`, drawn in the style sheet's class `style`."""
 
-    name: str
     xs: Sequence[float]
     ys: Sequence[float]
     style: str
@@ -38,7 +37,6 @@ class Series:
 class Level:
     """A horizontal line across the chart, with a band around it if it has bounds."""
 
-    name: str
     y: float
     style: str
     low: float | None = None
@@ -49,7 +47,6 @@ class Level:
 class Cloud:
     """The points of a group, (measured, planned, title). `index` selects colour and marker, the same in every plot."""
 
-    name: str
     index: int
     points: Sequence[tuple[float, float, str]]
 

@@ -82,9 +82,9 @@ def _chart(points: Sequence[Point], axis: str) -> Markup:
         scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
     best = _frontier(points, axis)
     series = [
-        Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
+        Series([scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
         for letter, p in zip(string.ascii_letters, points, strict=False)
     ]
-    series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
+    series.append(Series([scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
     return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)
