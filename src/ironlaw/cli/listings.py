@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from ironlaw.cli.options import Json
 from ironlaw.cores import usable_cores
@@ -15,9 +15,7 @@ from ironlaw.report.console import answer, messages, progress
 
 
 def catalog(
-    name: Annotated[
-        str | None, typer.Argument(help="Accelerator, node, model or power grid; all unless given.")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Accelerator, node, model or power grid; all unless given.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names
@@ -30,7 +28,7 @@ def catalog(
 
 
 def formats(
-    name: Annotated[str | None, typer.Argument(help="One format; all unless given.")] = None,
+    name: Annotated[str | None, Argument(help="One format; all unless given.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.catalog.formats import format_entries
@@ -43,9 +41,9 @@ def formats(
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs"),
+    folder: Annotated[Path, Argument(help="Folder of the runs.")] = Path("runs"),
     sort: Annotated[
-        str, typer.Option(help="Sort by date, step_seconds, tokens_per_second, mfu or validation_loss.")
+        str, Option(help="Sort by date, step_seconds, tokens_per_second, mfu or validation_loss.")
     ] = "date",
     json: Json = False,
 ) -> None:
@@ -64,11 +62,11 @@ def doctor(json: Json = False) -> None:
     document = examine()
     answer(json, document, checkup_view)
     if not document["healthy"]:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def measure(
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores unless given.", min=1)] = None,
+    threads: Annotated[int | None, Option(help="CPU threads; all cores unless given.", min=1)] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.machine import interference
