@@ -21,13 +21,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def comparison_view(found: Found) -> Document:
     """Return what changed between two runs, and whether it is more than noise."""
     view, noise, grade = Document(), found["noise"], found.get("grade")
-    view.text(f"A {found['before']}", role="dim")
-    view.text(f"B {found['after']}", role="dim")
+    view.note(f"A {found['before']}")
+    view.note(f"B {found['after']}")
     view.text("")
     view.text(strong(found["sentence"]))
     if noise is not None:
-        words = f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run."
-        view.text(words, indent=2, role="dim")
+        view.note(f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run.", indent=2)
     if grade is not None:
         promised, brought = units.signed_percent(grade["predicted"]), units.signed_percent(grade["measured"])
         view.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
@@ -50,7 +49,7 @@ def comparison_view(found: Found) -> Document:
     _differences(view, "Operations that changed the most", operations[:MAX_OPERATIONS], units.seconds)
     _differences(view, "Memory at the peak", found["memory"], units.bytes_)
     for side, sentence in zip("AB", found["bottlenecks"], strict=True):
-        view.text(f"{side}: {sentence}", role="dim")
+        view.note(f"{side}: {sentence}")
     return view
 
 
@@ -110,10 +109,10 @@ def tuned_view(found: Found, path: str) -> Document:
     kept, verdict = _settings(found["settings"]), "Nothing pays" if found["trials"] else "Nothing was tried"
     view.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
                      f"{verdict}: kept as it is."))  # fmt: skip
-    view.text(
+    view.note(
         f"{found['runs']} short runs in {units.seconds(found['seconds'])}; {found['stopped']}. Gains are fractions of "
-        f"the time per token, each against the unchanged config run before and after it. {path}", role="dim",
-    )  # fmt: skip
+        f"the time per token, each against the unchanged config run before and after it. {path}"
+    )
     return view
 
 

@@ -66,7 +66,7 @@ def record_view(found: Found) -> Document:
     generic = sum(row["engine"] == "generic" for row in found["rows"])
     if generic:
         text = f"{generic} runs are of software without constants of its own: planned with the generic engine's."
-        view.text(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.", role="dim")
+        view.note(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.")
     return view
 
 
@@ -104,7 +104,7 @@ def _errors(view: Document, found: Found, key: str) -> None:
     title, meaning = EXPLAINED[key]
     view.heading(f"{title}: error in percent")
     if not entries:
-        view.text("No run gives it, or none that could be planned.", indent=2, role="dim")
+        view.note("No run gives it, or none that could be planned.", indent=2)
         return
     view.add(_plot(found, key))
     rows: list[Row] = []
@@ -185,9 +185,9 @@ def _failed(view: Document, failed: Sequence[Found]) -> None:
     view.table(["planned peak", "runs", BAR], [[name, str(n), Bar(n / len(failed), width=30)] for name, n in classes])
     nearest = sorted(failed, key=lambda row: abs(row["over_limit"] - 1))
     listed = [f"{row['id']} {100 * row['over_limit']:.0f}%" for row in nearest]
-    view.text(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2, role="dim")
-    view.text("Why they failed is not known: below the limit a crash is as likely.", indent=2, role="dim")
-    view.fold("Every failed run").text(", ".join(listed), role="dim")
+    view.note(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2)
+    view.note("Why they failed is not known: below the limit a crash is as likely.", indent=2)
+    view.fold("Every failed run").note(", ".join(listed))
 
 
 def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
@@ -273,9 +273,9 @@ def calibration_view(found: Found) -> Document:
     view.table(["constant", "before", "after", "<unit", "<what it stands for"], rows)
     unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= UNINFORMED_SPREAD)
     if unseen:
-        view.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
+        view.note(f"These runs say nothing of {unseen}: left where they were, or nearly.")
     for entry in found["not_planned"]:
-        view.text(f"Not used: {entry['id']}: {entry['reason']}", role="dim")
+        view.note(f"Not used: {entry['id']}: {entry['reason']}")
     return view
 
 
@@ -290,9 +290,9 @@ def serving_record_view(found: Found) -> Document:
             for group, e in [*groups.items(), ("all", found["overall"][name])]:
                 rows.append([*_error(group, e), dim(percent(e["baseline_median"])), percent(e["in_interval"], 0)])
             view.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
-    view.text(
+    view.note(
         "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
-        "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
+        "In interval: measurements inside the plan's 80% interval.", indent=2,
     )  # fmt: skip
     _not_planned(view, found["not_planned"])
     return view

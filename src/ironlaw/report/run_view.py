@@ -79,8 +79,7 @@ def _headline(view: Document, found: Found) -> None:
     view.items([*diagnosis["evidence"], *helps, *(f"Also: {sentence}" for sentence in others)])
     if not diagnosis["abstained"]:
         healthy = " No fault found." if diagnosis["healthy"] else ""
-        words = f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}"
-        view.text(words, indent=2, role="dim")
+        view.note(f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}", indent=2)
     cards = []
     for name in CARDS:
         row, (label, show) = _dig(found, labels.EXPLAINED[name][0]) or {}, labels.TOTALS[name]
@@ -301,7 +300,7 @@ def _how(view: Document, facts: Found) -> None:
     if data.get("tokens_per_second"):
         view.text(f"Data: {loaded_words(data)}.", indent=2)
     if supply:
-        view.text(f"Planned: {supply_words(supply)}", indent=2, role="dim")
+        view.note(f"Planned: {supply_words(supply)}", indent=2)
 
 
 def _energy(view: Document, use: Found | None) -> None:
@@ -331,7 +330,7 @@ def _curves(view: Document, found: Found, metrics: Sequence[Found]) -> None:
     for chart in filter(None, drawn):
         page.add(chart)
     if not any(drawn):
-        page.text("No steps were recorded in metrics.jsonl.", role="dim")
+        page.note("No steps were recorded in metrics.jsonl.")
 
 
 def _accuracy(view: Document, found: Found) -> None:
@@ -345,7 +344,7 @@ def _accuracy(view: Document, found: Found) -> None:
     view.items(found["notes"], role="dim")
     if found["diagnosis"]["not_tested"]:
         names = ", ".join(found["diagnosis"]["not_tested"]).replace("_", " ")
-        view.fold().text(f"Causes that this run has no evidence on: {names}.", role="dim")
+        view.fold().note(f"Causes that this run has no evidence on: {names}.")
 
 
 def _provenance(view: Document, found: Found, config: str) -> None:
@@ -368,5 +367,5 @@ def _provenance(view: Document, found: Found, config: str) -> None:
     page.facts((name, str(value)) for name, value in shown if value not in (None, ""))
     if config:
         page.heading("Configuration")
-        page.text("The resolved config.toml of this run; training with it reproduces the run.", role="dim")
+        page.note("The resolved config.toml of this run; training with it reproduces the run.")
         page.add(Listing(config))

@@ -32,7 +32,7 @@ def sweep_view(found: Mapping[str, Any]) -> Document:
         page.heading(f"Loss (upwards) against {name} (to the right)")
         page.add(Chart(_chart(points, axis)))
     for text in _notes(found):
-        view.text(text, indent=2, role="dim")
+        view.note(text, indent=2)
     return view
 
 
