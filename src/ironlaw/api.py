@@ -118,9 +118,9 @@ class TrainResult(Shown):
         return list(read_json_lines(self.path / "metrics.jsonl"))
 
     def _show(self, console: Console) -> None:
-        from ironlaw.report.live import LiveRun
+        from ironlaw.report.live import print_summary
 
-        LiveRun(console, self.path).summary(self.ledger, console)
+        print_summary(self.path, self.ledger, console)
 
 
 @dataclass(frozen=True, repr=False)

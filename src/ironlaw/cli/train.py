@@ -25,7 +25,6 @@ from ironlaw.files import as_name
 from ironlaw.report.console import messages, output, print_json, progress
 
 if TYPE_CHECKING:
-    from ironlaw.report.live import LiveRun
     from ironlaw.train.result import Outcome
 
 Out = Annotated[Path | None, Option(help="Run directory; runs/MODEL-DATE unless given.")]
@@ -79,7 +78,7 @@ def train(
             settings, folder, profile, resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
-    _show(outcome, folder, live, json)
+    _show(outcome, folder, json)
 
 
 def distil(
@@ -98,7 +97,9 @@ def distil(
     train(config, [*format_overrides(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 
-def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
+def _show(outcome: Outcome, folder: Path, json: bool) -> None:
+    from ironlaw.report.live import print_summary
+
     summary = {
         "run": str(folder),
         "steps": outcome.step,
@@ -108,7 +109,7 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
     if json:
         print_json(summary)
     else:
-        live.summary(outcome.ledger, output())
+        print_summary(folder, outcome.ledger, output())
     _leave(outcome)
 
 
@@ -153,7 +154,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.is_rank_0:
-        _show(outcome, folder, live, json)
+        _show(outcome, folder, json)
     _leave(outcome)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -239,19 +239,17 @@ class LiveRun:
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
         return cards
 
-    def summary(self, ledger: Ledger, console: Console) -> None:
-        """Print the state of the finished run and the next command."""
-        totals, facts = ledger.totals, ledger.facts
-        state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
-        console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")
-        rows: Sequence[tuple[str, str, str]] = (
-            ("validation loss", "validation_loss", "nats per token"),
-            ("unigram loss", "unigram_loss", "nats per token, the baseline that knows only how frequent tokens are"),
-        )
-        for label, key, unit in rows:
-            if key in totals:
-                console.print(f"{label:<16} {totals[key].value:.3f} {unit}")
-        if facts["interrupted"]:
-            console.print(f"go on with       ironlaw train {self.folder} --out {self.folder} --resume")
-        else:
-            console.print(f"next             ironlaw explain {self.folder}")
+
+def print_summary(folder: Path, ledger: Ledger, console: Console) -> None:
+    """Print the state of the finished run and the next command."""
+    totals, facts = ledger.totals, ledger.facts
+    state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
+    console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")
+    losses = {"validation": "", "unigram": ", the baseline that knows only how frequent tokens are"}
+    for name, meaning in losses.items():
+        if f"{name}_loss" in totals:
+            console.print(f"{name + ' loss':<16} {totals[f'{name}_loss'].value:.3f} nats per token{meaning}")
+    if facts["interrupted"]:
+        console.print(f"go on with       ironlaw train {folder} --out {folder} --resume")
+    else:
+        console.print(f"next             ironlaw explain {folder}")
