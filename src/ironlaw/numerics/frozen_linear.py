@@ -93,9 +93,9 @@ class FrozenLinear(AdaptedLinear):
 
 
 @torch.no_grad()
-def quantize_frozen(module: Linear, name: str = "nf4") -> FrozenLinear:
-    """Quantises the module's matrix in place to the block format `name`, which must have fp32 scales."""
-    whole = quantize(module.weight, name)
+def quantize_frozen(module: Linear) -> FrozenLinear:
+    """Quantises the module's matrix in place to nf4."""
+    whole = quantize(module.weight, "nf4")
     assert whole.scales is not None
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=(1, SCALES_BLOCK))

@@ -89,12 +89,12 @@ def _figure(name: str, value: float | None) -> Cell:
     return Cell("" if value is None else labels.TOTALS[name][1](value).removesuffix(" nats/token"), value=value)
 
 
-def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Return a curve as `width` block characters, means of neighbouring values; empty for fewer than two values."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve as 12 block characters, means of neighbouring values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
-    size = max(1, len(values) // width)
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)][:width]
+    size = max(1, len(values) // 12)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)][:12]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_BLOCKS[min(7, int(8 * (v - low) / span))] for v in means)

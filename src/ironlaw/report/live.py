@@ -33,8 +33,8 @@ SMOOTHING = 0.9  # of the displayed step time, because single steps vary
 
 
 @contextmanager
-def serve_page(html: Callable[[], str], port: int = PORT) -> Iterator[str]:
-    """Serve the page that `html` renders on each request, and yield its address. A free one replaces a taken port."""
+def serve_page(html: Callable[[], str]) -> Iterator[str]:
+    """Serve the page that `html` renders on each request, and yield its address. A free one replaces a taken `PORT`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,7 +53,7 @@ def serve_page(html: Callable[[], str], port: int = PORT) -> Iterator[str]:
             """Requests are not logged on the terminal."""
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
     except OSError:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     with server:

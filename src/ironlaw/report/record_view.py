@@ -199,10 +199,10 @@ def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
     return ["under 50%", *middle, "above 200%"], counts
 
 
-def worst_rows(rows: Sequence[Found], count: int = MAX_LISTED) -> list[Found]:
+def worst_rows(rows: Sequence[Found]) -> list[Found]:
     """Return the runs with the largest errors of step time."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
-    return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
+    return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:MAX_LISTED]
 
 
 def _worst(view: Document, rows: Sequence[Found]) -> None:
