@@ -145,7 +145,7 @@ class ExplainResult(Shown):
         """Write the report with charts as a self-contained HTML page. UserError if the result has no such page."""
         from ironlaw.report.page import write
 
-        if "time" not in self.document:
+        if not self._view.page:
             raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
         return write(as_path(path, "path"), self._view)
 

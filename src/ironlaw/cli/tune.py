@@ -134,7 +134,7 @@ def explain(
 
     document, view = explained(run, other)
     answer(json, document, lambda _: view)
-    if "time" in document:  # an explanation of one run
+    if view.page:
         page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
         said = f"The same with charts: {page}"
         try:
