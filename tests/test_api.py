@@ -61,6 +61,8 @@ def test_a_served_model_is_planned() -> None:
     plan = ironlaw.plan("llama3-1b", on="h200", serve="input=512 output=64 concurrency=4", weights="fp8")
     assert plan.fits and plan.tpot_seconds is not None and plan.tpot_seconds.value < 0.1
     assert plan.step_seconds is not None and "weights fp8" in str(plan)
+    with pytest.raises(ironlaw.UserError, match="on this machine is measured, not planned"):
+        ironlaw.plan("llama3-1b", on="this", serve="input=512 output=64 concurrency=4")
 
 
 def test_settings_change_every_form_of_config(
@@ -113,8 +115,11 @@ def test_what_is_no_run_no_module_and_no_port_is_one_line(run: TrainResult, tmp_
 
 def test_settings_take_any_text_and_paths() -> None:
     model = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 300, "context": 16}
-    found = build_config({"model": model}, overrides=format_overrides({"model.name": "é😀", "data.path": Path("a b")}))
-    assert (found.model.name, found.data.path) == ("é😀", "a b")
+    settings: dict[str, Any] = {"model.name": "é😀", "data.path": Path("a b"), "train.clip": float("inf")}
+    settings |= {"model.bias": False, "model.moe": {"experts": 4, "experts_per_token": 2, "capacity_factor": 1.5}}
+    found = build_config({"model": model}, overrides=format_overrides(settings))
+    assert (found.model.name, found.data.path, found.train.clip) == ("é😀", "a b", float("inf"))
+    assert found.model.moe is not None and found.model.moe.capacity_factor == 1.5
 
 
 def test_a_run(run: TrainResult) -> None:
@@ -123,6 +128,14 @@ def test_a_run(run: TrainResult) -> None:
     assert run.validation_loss is not None and 3 < run.validation_loss.value < 6
     assert "12 of 12 steps, done" in str(run) and "validation loss" in run._repr_html_()
     assert isinstance(ironlaw.train, type(sys)) and "train" in repr(ironlaw.train)
+
+
+def test_a_load_is_not_compared(run: TrainResult, tmp_path: Path) -> None:
+    for name in ("ledger.json", "steps.jsonl"):
+        (tmp_path / name).touch()
+    for pair in ((run, tmp_path), (tmp_path, run)):
+        with pytest.raises(ironlaw.UserError, match=f"{tmp_path} is a load of a server"):
+            ironlaw.explain(*pair)
 
 
 def test_a_run_explained(run: TrainResult, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from ironlaw.config import RunConfig, build_config, format_overrides, load_confi
 from ironlaw.errors import UserError
 from ironlaw.files import as_path, read_json_lines
 from ironlaw.ledger import Estimate, Ledger
-from ironlaw.plan.request_types import PlanOutcome
+from ironlaw.plan.request_types import Limits, Options, PlanOutcome, Prices
 from ironlaw.schema import Count, Text, checked
 
 if TYPE_CHECKING:
@@ -118,9 +118,9 @@ class TrainResult(Shown):
         return list(read_json_lines(self.path / "metrics.jsonl"))
 
     def _show(self, console: Console) -> None:
-        from ironlaw.report.live import LiveRun
+        from ironlaw.report.live import print_summary
 
-        LiveRun(console, self.path).summary(self.ledger, console)
+        print_summary(self.path, self.ledger, console)
 
 
 @dataclass(frozen=True, repr=False)
@@ -144,11 +144,10 @@ class ExplainResult(Shown):
     def write_html(self, path: str | Path) -> Path:
         """Write the report with charts as a self-contained HTML page. UserError if the result has no such page."""
         from ironlaw.report.page import write
-        from ironlaw.report.run_view import FOOTER, page_name
 
-        if "time" not in self.document:
+        if not self._view.page:
             raise UserError("only one training run's explanation has a page: give one run, not two or a served load")
-        return write(as_path(path, "path"), self._view, page_name(self.document), FOOTER)
+        return write(as_path(path, "path"), self._view)
 
     def _show(self, console: Console) -> None:
         from ironlaw.report.terminal import show
@@ -242,25 +241,32 @@ def plan(
     such as `"8xh100-sxm-80gb"`, by default this machine, or with `within="7d"` or `max_rent` the best for these. The
     other arguments are the options of `ironlaw plan`; None leaves one out. PyTorch is not imported.
     """
-    from ironlaw.plan.request import plan_request, resolve
-    from ironlaw.plan.request_types import Limits, Options, Prices
-
     is_file = isinstance(what, str | Path)
     subject = str(what) if is_file else _config(what, settings)
-    overrides = format_overrides(settings) if is_file else []
-    limits = Limits.of(within, max_rent)
     options = Options(
         tokens, sequence, global_batch, steps, precision, optimizer, engine, layout, None,
-        Prices(price_per_hour, None, None), limits, network=network, weights=weights,
+        Prices(price_per_hour, None, None), Limits.of(within, max_rent), network=network, weights=weights,
     )  # fmt: skip
-    if serve is not None:
-        from ironlaw.plan.serving.answer import answer_serving
-
-        model = subject.model if isinstance(subject, RunConfig) else resolve(subject, overrides).model
-        answer = answer_serving(model, on, serve, options)
-    else:
-        answer = plan_request(subject, on=on or limits.default_target, overrides=overrides, options=options)
+    answer = planned(subject, on, format_overrides(settings) if is_file else [], serve, options)
     return PlanResult(answer.ledger, answer.fits, answer.more)
+
+
+def planned(
+    what: str | RunConfig, on: str | None, overrides: Sequence[str], serve: str | None, options: Options,
+    report: Callable[[float, str], None] = lambda share, what: None,
+) -> PlanOutcome:  # fmt: skip
+    """Return the plan of training or, for a request `serve`, of serving. For `report` see `plan_request`."""
+    from ironlaw.plan.request import plan_request, resolve
+
+    if serve is None:
+        on = on or options.limits.default_target
+        return plan_request(what, on=on, overrides=overrides, options=options, report=report)
+    if on == "this":
+        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
+    from ironlaw.plan.serving.answer import answer_serving
+
+    model = what.model if isinstance(what, RunConfig) else resolve(what, overrides).model
+    return answer_serving(model, on, serve, options)
 
 
 @checked
@@ -307,6 +313,8 @@ def explained(run: Path, other: Path | None = None) -> tuple[dict[str, Any], Doc
     from ironlaw.explain.serving import explain_serving, is_serving_run
 
     if other is not None:
+        if load := next(filter(is_serving_run, (run, other)), None):
+            raise UserError(f"{load} is a load of a server, and only runs and traces are compared: give it alone")
         from ironlaw.explain.compare import compare
         from ironlaw.explain.grades import keep
         from ironlaw.report.comparison_view import comparison_view

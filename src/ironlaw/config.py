@@ -321,7 +321,16 @@ def format_overrides(settings: Mapping[str, Any] | None) -> list[str]:
     for key, value in (settings or {}).items():
         if value is None:
             raise UserError(f"{key} = None says nothing: leave it out")
-    return [f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in (settings or {}).items()]
+    return [f"{key}={_as_toml(value)}" for key, value in (settings or {}).items()]
+
+
+def _as_toml(value: Any) -> str:
+    """Return a value as TOML writes it: what JSON writes, but for tables, infinities and NaN."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_as_toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    return str(float(value)) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def apply_override(

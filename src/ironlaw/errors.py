@@ -87,14 +87,14 @@ def parse_words(text: str, where: str, known: Iterable[str], example: str) -> di
     return found
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = 3, prefix: str = "") -> str:
-    """Return the tail of an error message: the known names nearest to `name`, or the first 12 when none is near.
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return the tail of an error message: the three known names nearest to `name`, or the first 12 when none is near.
 
     `prefix` is put before each name after the comparison: included in it, every key of a section would look near.
     """
     choices = sorted(set(known))
     begun = [choice for choice in choices if name and choice.lower().startswith(name.lower())]
-    near = begun[:limit] or difflib.get_close_matches(name, choices, n=limit, cutoff=0.5)
+    near = begun[:3] or difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:
         return "did you mean " + " or ".join(prefix + choice for choice in near) + "?"
     shown = ", ".join(prefix + choice for choice in choices[:12])

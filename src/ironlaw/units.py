@@ -40,18 +40,18 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[(match[2] or "s")[0]]
 
 
-def _rounded(value: float, digits: int = 3) -> float:
+def _rounded(value: float) -> float:
     """Round to the printed digits. Units are chosen after rounding, so that 999.7 k prints as 1.00 M, not 1,000 k."""
-    return float(f"{value:.{digits}g}")
+    return float(f"{value:.3g}")
 
 
-def _significant(value: float, digits: int = 3) -> str:
+def _significant(value: float) -> str:
     """Format with three significant digits and no exponent: 0.0123, 1.23, 12.3, 123, 1,234."""
-    magnitude = abs(_rounded(value, digits))
+    magnitude = abs(_rounded(value))
     if magnitude == 0 or not math.isfinite(value):
         return f"{value:.0f}"
-    decimals = digits - 1 - math.floor(math.log10(magnitude))
-    return f"{value:,.{max(0, decimals)}f}"
+    decimals = max(0, 2 - math.floor(math.log10(magnitude)))
+    return f"{value:,.{decimals}f}"
 
 
 def _scaled(value: float, factors: Sequence[tuple[float, str]]) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from ironlaw.ledger_types import _facts
 from ironlaw.machine import host
 from ironlaw.machine.profile import Profile
 from ironlaw.report.page import render
-from ironlaw.report.run_view import FOOTER, run_view
+from ironlaw.report.run_view import run_view
 
 OTHERS: dict[str, Any] = {"text": "x", "number": 7, "list": [1], "object": {"a": 1}, "nothing": None, "switch": True}
 KINDS = {str: "text", int: "number", float: "number", list: "list", dict: "object", type(None): "nothing",
@@ -88,7 +88,7 @@ def try_all(run: Path, name: str, every: int) -> int:
             file.write_text(json.dumps(changed(document, place, OTHERS[kind])))
             try:
                 found = explain_observed(run, profile_here())
-                render(run_view(found.to_json(), found.metrics, found.config_text), "a run", FOOTER)
+                render(run_view(found.to_json(), found.metrics, found.config_text))
             except UserError as error:
                 refused += 1
                 assert "\n" not in str(error)

@@ -12,7 +12,7 @@ import pytest
 from ironlaw import cores
 from ironlaw.machine import host
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
 
 
 @pytest.fixture

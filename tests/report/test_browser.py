@@ -10,7 +10,7 @@ import pytest
 from ironlaw.explain.explanation import Explanation
 from ironlaw.report.document import Cell
 from ironlaw.report.page import write
-from ironlaw.report.run_view import FOOTER, run_view
+from ironlaw.report.run_view import run_view
 
 from ..docs.browser import CHROMIUM, Browser
 
@@ -36,7 +36,7 @@ ASKED = """(() => {
 def test_it_is_shown_as_it_should(explanation: Explanation, tmp_path: Path) -> None:
     view = run_view(explanation.to_json(), explanation.metrics, explanation.config_text)
     view.text(Cell("--set train.steps=425 " * 9, "code"))
-    page = write(tmp_path / "report.html", view, "a run", FOOTER)
+    page = write(tmp_path / "report.html", view)
     with Browser(tmp_path / "profile") as browser:
 
         def seen(*window: Any) -> Any:

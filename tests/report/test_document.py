@@ -19,7 +19,7 @@ HOSTILE = "[red]x[/red] <script> & `code`"
 
 @pytest.fixture
 def document() -> Document:
-    made = Document()
+    made = Document(HOSTILE, "footer")
     made.title(strong("A plan of "), HOSTILE, above="above", below="below")
     made.heading(f"Time {HOSTILE}")
     made.items(["first", HOSTILE])
@@ -41,7 +41,7 @@ def words(text: str) -> set[str]:
 def test_both_renderers_show_the_same(document: Document) -> None:
     out = io.StringIO()
     show(Console(file=out, width=100, markup=False, highlight=False), document)
-    page = render(document, HOSTILE, "footer")
+    page = render(document)
     visible = unescape(re.sub(r"<[^>]*>", " ", page.partition("<body>")[2]))
     assert words(out.getvalue()) <= words(visible)
     assert "not measured" in out.getvalue() and "0.09 to 0.12 s" in out.getvalue()
@@ -49,7 +49,7 @@ def test_both_renderers_show_the_same(document: Document) -> None:
 
 
 def test_text_stays_text_and_figures_keep_their_value(document: Document) -> None:
-    page = render(document, HOSTILE, "footer")
+    page = render(document)
     assert "<script" not in page and "[red]x[/red]" in page
     assert '<data value="0.1" class="strong" title="FLOPs / rate">0.100 s</data>' in page
     assert page.count("<th scope=") == 9 and page.count("<td") == 7  # the bar is under the name of its row

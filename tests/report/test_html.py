@@ -14,7 +14,7 @@ import pytest
 from ironlaw import units
 from ironlaw.explain import Explanation
 from ironlaw.report.page import render, write
-from ironlaw.report.run_view import FOOTER, page_name, run_view
+from ironlaw.report.run_view import run_view
 
 VOID = {"meta", "link", "br", "img"}  # HTML elements that are never closed
 
@@ -56,7 +56,7 @@ def flat(text: str) -> str:
 
 
 def render_run(document: dict[str, Any], metrics: list[dict[str, Any]], config: str) -> str:
-    return render(run_view(document, metrics, config), page_name(document), FOOTER)
+    return render(run_view(document, metrics, config))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_long_run_stays_a_small_file(explanation: Explanation) -> None:
 
 def test_written_whole(explanation: Explanation, tmp_path: Path) -> None:
     view = run_view(explanation.to_json(), explanation.metrics, explanation.config_text)
-    path = write(tmp_path / "report.html", view, "a run", FOOTER)
+    path = write(tmp_path / "report.html", view)
     assert path.read_text(encoding="utf-8").endswith("</html>\n") or path.read_text(encoding="utf-8").endswith(
         "</html>"
     )

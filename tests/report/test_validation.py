@@ -8,7 +8,7 @@ import pytest
 
 from ironlaw import units
 from ironlaw.report.page import render
-from ironlaw.report.record_view import FOOTER, PAGE, over_limit, record_view, worst_rows
+from ironlaw.report.record_view import over_limit, record_view, worst_rows
 from ironlaw.report.svg import Cloud, scatter, short, short_seconds, ticks
 
 
@@ -64,7 +64,7 @@ class Balanced(HTMLParser):
 
 
 def test_the_page_is_whole_and_stands_alone(document):
-    page = render(record_view(document), PAGE, FOOTER)
+    page = render(record_view(document))
     parser = Balanced()
     parser.feed(page)
     assert not parser.open
@@ -78,11 +78,11 @@ def test_the_page_is_whole_and_stands_alone(document):
 
 def test_a_record_of_nothing_is_still_a_page(document):
     empty = document | {"rows": [], "groups": {}, "overall": entry(0, 0), "not_planned": []}
-    assert "No step time to compare with" in render(record_view(empty), PAGE, FOOTER)
+    assert "No step time to compare with" in render(record_view(empty))
 
 
 def test_a_perfect_plan_lies_on_the_diagonal():
-    drawing = scatter("t", "d", [Cloud("g", 0, [(1.0, 1.0, ""), (100.0, 100.0, "")])], short_seconds)
+    drawing = scatter("t", "d", [Cloud(0, [(1.0, 1.0, ""), (100.0, 100.0, "")])], short_seconds)
     places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawing)]
     x0, y0, x1, y1 = map(float, re.findall(r'class="diagonal" d="M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)"', drawing)[0])
     for x, y in places:

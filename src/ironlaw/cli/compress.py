@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from ironlaw.catalog.formats import METHODS, SCORES, read_target
 from ironlaw.cli.options import Json
@@ -27,28 +27,28 @@ ONE, ALL = "one format, --to int4", "all formats, --sweep"
 
 
 def compress(
-    source: Annotated[Path, typer.Argument(metavar="RUN|DIR", help="A run, or the directory of a Hugging Face model.")],
+    source: Annotated[Path, Argument(metavar="RUN|DIR", help="A run, or the directory of a Hugging Face model.")],
     to: Annotated[
-        str | None, typer.Option(help="Format (see `ironlaw formats`), 2:4, pruned=50%, or several: int4,2:4.")
+        str | None, Option(help="Format (see `ironlaw formats`), 2:4, pruned=50%, or several: int4,2:4.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run directory to write, RUN-FORMAT unless given; of --sweep, a page (.html).")
+        Path | None, Option(help="Run directory to write, RUN-FORMAT unless given; of --sweep, a page (.html).")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help=f"Method: {', '.join(METHODS)} (docs/formats.md); {METHODS[0]} unless given.")
+        str | None, Option(help=f"Method: {', '.join(METHODS)} (docs/formats.md); {METHODS[0]} unless given.")
     ] = None,
     prune_by: Annotated[
-        str | None, typer.Option(help="What is kept: magnitude (unless given), or wanda, which counts inputs too.")
+        str | None, Option(help="What is kept: magnitude (unless given), or wanda, which counts inputs too.")
     ] = None,
     all_layers: Annotated[
-        bool, typer.Option("--all-layers", help="Compress the embedding and the output layer too.")
+        bool, Option("--all-layers", help="Compress the embedding and the output layer too.")
     ] = False,
     within: Annotated[
-        str | None, typer.Option(help="Limit, such as 6MB: wider formats go where the loss needs them.")
+        str | None, Option(help="Limit, such as 6MB: wider formats go where the loss needs them.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Try every format: loss against bytes and speed.")] = False,
-    budget: Annotated[str | None, typer.Option(help="Time for --sweep: 90s, 10min, 1h; 10min unless given.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text to measure the loss on; that of the run unless given.")] = None,
+    sweep: Annotated[bool, Option("--sweep", help="Try every format: loss against bytes and speed.")] = False,
+    budget: Annotated[str | None, Option(help="Time for --sweep: 90s, 10min, 1h; 10min unless given.")] = None,
+    data: Annotated[str | None, Option(help="Text to measure the loss on; that of the run unless given.")] = None,
     json: Json = False,
 ) -> None:
     given = {"to": to, "method": method, "prune_by": prune_by, "all_layers": all_layers, "within": within}
@@ -96,14 +96,14 @@ def _sweep(source: Path, out: Path | None, budget: str, data: str | None, json: 
 
     from ironlaw.cli.tune import parse_budget
     from ironlaw.report.page import write
-    from ironlaw.report.sweep_view import FOOTER, sweep_view
+    from ironlaw.report.sweep_view import sweep_view
     from ironlaw.train.sweep import sweep_formats
 
     found = sweep_formats(source, engine_decoder, parse_budget(budget), data=data, say=messages().print)
     view = sweep_view(found)
     answer(json, found, lambda _: view)
     if out is not None:
-        write(out, view, f"Formats of {found['source']}", FOOTER)
+        write(out, view)
         messages().print(f"drawn in {out}")
     if found.get("interrupted"):
         raise KeyboardInterrupt
@@ -131,21 +131,17 @@ DTYPES = {"hf": (*_TORCH, "int4", "int8", "fp8", "mxfp4", "nf4"), "gguf": (*_TOR
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint.")],
-    folder: Annotated[
-        Path | None, typer.Argument(help="The directory to write; RUN-hf or RUN-gguf unless given.")
-    ] = None,
+    run: Annotated[Path, Argument(help="A run directory with a checkpoint.")],
+    folder: Annotated[Path | None, Argument(help="The directory to write; RUN-hf or RUN-gguf unless given.")] = None,
     to: Annotated[
-        str, typer.Option(help="hf: config.json and safetensors for `transformers`; gguf: one file for llama.cpp.")
+        str, Option(help="hf: config.json and safetensors for `transformers`; gguf: one file for llama.cpp.")
     ] = "hf",
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; a compressed run keeps its own."
-        ),
+        Option(help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; a compressed run keeps its own."),
     ] = None,
     average: Annotated[
-        bool, typer.Option("--average", help="Export the average of the weights (train.average_decay).")
+        bool, Option("--average", help="Export the average of the weights (train.average_decay).")
     ] = False,
     json: Json = False,
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from ironlaw import units
 from ironlaw.cli.options import Config, Json, Set
@@ -55,8 +56,8 @@ def stats(config: Config, set_: Set = None, json: Json = False) -> None:
 def inspect(
     config: Config,
     set_: Set = None,
-    step: Annotated[int, typer.Option(help="Step whose batch is shown.", min=0)] = 0,
-    rows: Annotated[int, typer.Option(help="Number of rows.", min=1)] = 4,
+    step: Annotated[int, Option(help="Step whose batch is shown.", min=0)] = 0,
+    rows: Annotated[int, Option(help="Number of rows.", min=1)] = 4,
     json: Json = False,
 ) -> None:
     """Rows of a training batch as the model sees them, document by document."""
@@ -107,7 +108,7 @@ def check(config: Config, set_: Set = None, json: Json = False) -> None:
 @data.command()
 def export(
     config: Config,
-    prefix: Annotated[Path, typer.Argument(help="Writes PREFIX_train.bin, .idx and PREFIX_validation.bin, .idx.")],
+    prefix: Annotated[Path, Argument(help="Writes PREFIX_train.bin, .idx and PREFIX_validation.bin, .idx.")],
     set_: Set = None,
     json: Json = False,
 ) -> None:
@@ -134,12 +135,12 @@ def export(
 
 @data.command()
 def clean(
-    names: Annotated[list[str] | None, typer.Argument(help="Entries to remove, as listed; all unless given.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Cache folder; that of data.cache unless given.")] = None,
+    names: Annotated[list[str] | None, Argument(help="Entries to remove, as listed; all unless given.")] = None,
+    cache: Annotated[Path | None, Option(help="Cache folder; that of data.cache unless given.")] = None,
     unused_days: Annotated[
-        float | None, typer.Option("--unused-days", min=0, help="Remove only what was not used for this many days.")
+        float | None, Option("--unused-days", min=0, help="Remove only what was not used for this many days.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove without asking.")] = False,
+    yes: Annotated[bool, Option("--yes", help="Remove without asking.")] = False,
     json: Json = False,
 ) -> None:
     """What the cache of prepared data holds, with its sizes; removes it after asking."""

@@ -6,18 +6,16 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from ironlaw.cli.options import Json
 from ironlaw.cores import usable_cores
 from ironlaw.errors import UserError
-from ironlaw.report.console import answer, messages, output, print_json, progress, show
+from ironlaw.report.console import answer, messages, progress
 
 
 def catalog(
-    name: Annotated[
-        str | None, typer.Argument(help="Accelerator, node, model or power grid; all unless given.")
-    ] = None,
+    name: Annotated[str | None, Argument(help="Accelerator, node, model or power grid; all unless given.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.catalog.entries import entry, entry_names
@@ -30,7 +28,7 @@ def catalog(
 
 
 def formats(
-    name: Annotated[str | None, typer.Argument(help="One format; all unless given.")] = None,
+    name: Annotated[str | None, Argument(help="One format; all unless given.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.catalog.formats import format_entries
@@ -43,9 +41,9 @@ def formats(
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(help="Folder of the runs.")] = Path("runs"),
+    folder: Annotated[Path, Argument(help="Folder of the runs.")] = Path("runs"),
     sort: Annotated[
-        str, typer.Option(help="Sort by date, step_seconds, tokens_per_second, mfu or validation_loss.")
+        str, Option(help="Sort by date, step_seconds, tokens_per_second, mfu or validation_loss.")
     ] = "date",
     json: Json = False,
 ) -> None:
@@ -53,13 +51,8 @@ def runs(
     from ironlaw.report.comparison_view import runs_view
 
     found = list_runs(folder, sort)
-    if json:
-        print_json({"schema_version": 1, "runs": found})
-        return
-    if not found:
-        output().print(f"{folder} holds no runs.")
-        return
-    show(runs_view(found, {run["run"]: losses(Path(run["run"])) for run in found}))
+    document = {"schema_version": 1, "runs": found}
+    answer(json, document, lambda _: runs_view(folder, found, lambda run: losses(Path(run))))
 
 
 def doctor(json: Json = False) -> None:
@@ -69,11 +62,11 @@ def doctor(json: Json = False) -> None:
     document = examine()
     answer(json, document, checkup_view)
     if not document["healthy"]:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def measure(
-    threads: Annotated[int | None, typer.Option(help="CPU threads; all cores unless given.", min=1)] = None,
+    threads: Annotated[int | None, Option(help="CPU threads; all cores unless given.", min=1)] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.machine import interference
@@ -85,8 +78,6 @@ def measure(
         raise UserError(f"--threads {threads} is more than the {usable_cores()} cores that this process may use")
     started = time.perf_counter()
     profile = measure_and_keep(messages().print, progress, threads)
-    if json:
-        print_json(profile.to_json())
-        return
-    show(profile_view(profile, interference.typical(profile)))
-    messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")
+    answer(json, profile.to_json(), lambda _: profile_view(profile, interference.typical(profile)))
+    if not json:
+        messages().print(f"Measured in {time.perf_counter() - started:.0f} s, kept in {profile_path()}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
-Config = Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Config = Annotated[Path, Argument(help="A config file, such as examples/gpt-tiny.toml.")]
+Set = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a config key.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON document.")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from ironlaw import units
 from ironlaw.cli.options import Json, Set
@@ -13,89 +13,80 @@ from ironlaw.errors import UserError
 from ironlaw.report.console import answer, messages, print_json, progress, show
 
 if TYPE_CHECKING:
-    from ironlaw.plan.request_types import PlanOutcome
     from ironlaw.report.document import Document
 
 
 def plan(
     what: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="CONFIG|MODEL", help="Config file, catalogued model, Hugging Face config, or PACKAGE.MODULE:CLASS."
         ),
     ],
     on: Annotated[
-        str | None, typer.Option(help="Hardware: this (unless given), 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
+        str | None, Option(help="Hardware: this (unless given), 64xh100-sxm-80gb, 64xh100@p5-48xlarge.")
     ] = None,
     within: Annotated[
-        str | None, typer.Option(help="Time limit, such as 7d: find the cheapest hardware, or how many of --on NAME.")
+        str | None, Option(help="Time limit, such as 7d: find the cheapest hardware, or how many of --on NAME.")
     ] = None,
     max_rent: Annotated[
-        float | None, typer.Option(min=0.01, max=1e12, help="Rent of the run in US dollars, at most: find the fastest.")
+        float | None, Option(min=0.01, max=1e12, help="Rent of the run in US dollars, at most: find the fastest.")
     ] = None,
     set_: Set = None,
-    tokens: Annotated[str | None, typer.Option(help="Tokens to train on: 1T, 500B, 2e12.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per optimizer step.")] = None,
+    tokens: Annotated[str | None, Option(help="Tokens to train on: 1T, 500B, 2e12.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Optimizer steps, instead of --tokens.")] = None,
+    seq: Annotated[int | None, Option(min=1, help="Tokens per sequence.")] = None,
+    global_batch: Annotated[int | None, Option(min=1, help="Sequences per optimizer step.")] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4; on this machine fp32 or bf16.")
+        str | None, Option(help="bf16, fp16, fp32, tf32, fp8, mxfp8 or nvfp4; on this machine fp32 or bf16.")
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon or paged_adamw."),
+        Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon or paged_adamw."),
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--engine", "--profile", help="Framework or server to plan for, or a profile made by `ironlaw calibrate`."
         ),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help='Layout, such as "dp=8 zero=3 micro_batch=2"; the fastest unless given.')
+        str | None, Option(help='Layout, such as "dp=8 zero=3 micro_batch=2"; the fastest unless given.')
     ] = None,
     network: Annotated[
         str | None,
-        typer.Option(help='Network of a node: "8x 200 Gb/s RoCE, 2:1" (oversubscribed); else the usual one.'),
+        Option(help='Network of a node: "8x 200 Gb/s RoCE, 2:1" (oversubscribed); else the usual one.'),
     ] = None,
-    per_node: Annotated[
-        int | None, typer.Option(min=1, help="Accelerators per node; as many as usual unless given.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=2, help="Processes on this machine, as torchrun starts them.")
-    ] = None,
+    per_node: Annotated[int | None, Option(min=1, help="Accelerators per node; as many as usual unless given.")] = None,
+    ranks: Annotated[int | None, Option(min=2, help="Processes on this machine, as torchrun starts them.")] = None,
     emit: Annotated[
         str | None,
-        typer.Option(help="Print options of torchtitan, megatron, deepspeed, accelerate, or a server as vllm."),
+        Option(help="Print options of torchtitan, megatron, deepspeed, accelerate, or a server as vllm."),
     ] = None,
     price_per_hour: Annotated[
         float | None,
-        typer.Option(min=0.0001, max=1e6, help="Rent of an accelerator-hour in US dollars; else catalogued."),
+        Option(min=0.0001, max=1e6, help="Rent of an accelerator-hour in US dollars; else catalogued."),
     ] = None,
-    grid: Annotated[str | None, typer.Option(help="Power grid: world, france, us, ...")] = None,
-    pue: Annotated[str | None, typer.Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
+    grid: Annotated[str | None, Option(help="Power grid: world, france, us, ...")] = None,
+    pue: Annotated[str | None, Option(help="Data centre overhead: average, hyperscale, home or 1.2.")] = None,
     input_: Annotated[
         list[str] | None,
-        typer.Option("--input", help="Input of a module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
+        Option("--input", help="Input of a module: tokens=8x2048:int64, or PACKAGE.MODULE:FUNCTION."),
     ] = None,
     serve: Annotated[
         str | None,
-        typer.Option(metavar="REQUEST", help='Plan serving: "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms".'),
+        Option(metavar="REQUEST", help='Plan serving: "input=1024 output=256 rate=10/s ttft=0.5s tpot=40ms".'),
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="With --serve: format of the weights, such as fp8 or q4_k_m.")
-    ] = None,
-    kv: Annotated[
-        str | None, typer.Option(help="With --serve: format of cached keys and values: bf16, fp8 or int8.")
-    ] = None,
+    weights: Annotated[str | None, Option(help="With --serve: format of the weights, such as fp8 or q4_k_m.")] = None,
+    kv: Annotated[str | None, Option(help="With --serve: format of cached keys and values: bf16, fp8 or int8.")] = None,
     real: Annotated[
         bool,
-        typer.Option("--real", help="Run one step of a module on real tensors, if its operations depend on values."),
+        Option("--real", help="Run one step of a module on real tensors, if its operations depend on values."),
     ] = False,
-    why: Annotated[bool, typer.Option("--why", help="Show how every number was obtained.")] = False,
+    why: Annotated[bool, Option("--why", help="Show how every number was obtained.")] = False,
     json: Json = False,
 ) -> None:
-    from ironlaw.plan.request import plan_request, resolve
+    from ironlaw.api import planned
     from ironlaw.plan.request_types import Limits, Options, Prices
 
     runnable, limits = None, Limits.of(within, max_rent)
@@ -108,21 +99,8 @@ def plan(
         Prices(price_per_hour, grid, pue), limits, inputs=tuple(input_ or ()), real=real, network=network,
         per_node=per_node, ranks=ranks, weights=weights, kv=kv, runnable=runnable,
     )  # fmt: skip
-    if serve is None:
-        with progress("Planning") if limits else nullcontext(lambda share, what: None) as report:
-            plan = plan_request(
-                what, on=on or limits.default_target, overrides=set_ or [], options=options, report=report
-            )
-        _show(plan, why, json)
-        return
-    if on == "this":
-        raise UserError("--serve on this machine is measured, not planned: ironlaw serve RUN, then ironlaw bench URL")
-    from ironlaw.plan.serving.answer import answer_serving
-
-    _show(answer_serving(resolve(what, set_ or []).model, on, serve, options), why, json)
-
-
-def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
+    with progress("Planning") if limits and serve is None else nullcontext(lambda share, what: None) as report:
+        answer = planned(what, on, set_ or [], serve, options, report)
     more = answer.more
     if json:
         print_json(answer.to_json())
@@ -139,14 +117,14 @@ def _show(answer: PlanOutcome, why: bool, json: bool) -> None:
 
         show(*plan_views(answer, why))
     if not answer.fits:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def rehearse(
-    what: Annotated[str, typer.Argument(help="A config file or a catalogued model.")],
-    on: Annotated[str, typer.Option("--on", help="A catalogued cluster, such as 64xh100-sxm-80gb.")],
+    what: Annotated[str, Argument(help="A config file or a catalogued model.")],
+    on: Annotated[str, Option("--on", help="A catalogued cluster, such as 64xh100-sxm-80gb.")],
     layout: Annotated[
-        str | None, typer.Option(help='Layout to rehearse, such as "dp=8 tp=8"; the best planned one unless given.')
+        str | None, Option(help='Layout to rehearse, such as "dp=8 tp=8"; the best planned one unless given.')
     ] = None,
     json: Json = False,
 ) -> None:
@@ -185,7 +163,7 @@ def rehearse(
     }  # fmt: skip
     answer(json, document, lambda found: _view(model.name, found))
     if not agrees:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _view(name: str, found: dict[str, Any]) -> Document:

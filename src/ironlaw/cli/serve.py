@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from ironlaw.cli.options import Json
 from ironlaw.errors import UserError, printable, refuse_options
@@ -22,17 +22,13 @@ MIN_SECONDS = 0.001  # seconds, the least that is a limit or a duration
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
-    port: Annotated[
-        int | None, typer.Option(help="Port; 0 takes a free one, 8000 unless given.", min=0, max=65535)
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a key: serve.key=value; may be repeated.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A file of settings, as `tune --serve` writes it.")] = None,
-    engine: Annotated[str, typer.Option(help="Engine: ironlaw, or vllm in a process of its own.")] = "ironlaw",
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON with the url when ready.")] = False,
+    path: Annotated[Path, Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
+    port: Annotated[int | None, Option(help="Port; 0 takes a free one, 8000 unless given.", min=0, max=65535)] = None,
+    host: Annotated[str | None, Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
+    settings: Annotated[list[str] | None, Option("--set", help="Set a key: serve.key=value; may be repeated.")] = None,
+    config: Annotated[Path | None, Option(help="A file of settings, as `tune --serve` writes it.")] = None,
+    engine: Annotated[str, Option(help="Engine: ironlaw, or vllm in a process of its own.")] = "ironlaw",
+    json: Annotated[bool, Option("--json", help="Print one line of JSON with the url when ready.")] = False,
 ) -> None:
     from ironlaw.serve.config import serve_config
     from ironlaw.serve.server import bind_socket, require_extra
@@ -77,14 +73,14 @@ def serve(
 
 
 def generate(
-    run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
-    tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 120,
+    run: Annotated[Path, Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
+    prompt: Annotated[str, Option(help="Text to continue.")] = "\n",
+    tokens: Annotated[int, Option(help="How many tokens to add.", min=1)] = 120,
     temperature: Annotated[
-        float, typer.Option(help="Randomness of the choice; 0 takes the likeliest token every time.", min=0.0)
+        float, Option(help="Randomness of the choice; 0 takes the likeliest token every time.", min=0.0)
     ] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 among all.", min=0)] = 50,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    top_k: Annotated[int, Option(help="Choose among the k likeliest tokens; 0 among all.", min=0)] = 50,
+    seed: Annotated[int, Option(help="The same seed gives the same text.")] = 0,
     json: Json = False,
 ) -> None:
     from ironlaw.serve.answers import TokenReader
@@ -125,41 +121,35 @@ def generate(
 
 
 def bench(
-    url: Annotated[str, typer.Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
+    url: Annotated[str, Argument(help="Any OpenAI-compatible server, such as http://127.0.0.1:8000")],
     rate: Annotated[
-        float | None, typer.Option(help="Requests per second, at the times of a Poisson process.", min=1e-6, max=1e6)
+        float | None, Option(help="Requests per second, at the times of a Poisson process.", min=1e-6, max=1e6)
     ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="Instead of --rate: this many requests at once.", min=1)
-    ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Instead of --rate: a recorded trace, as JSON lines or CSV.")
-    ] = None,
+    concurrency: Annotated[int | None, Option(help="Instead of --rate: this many requests at once.", min=1)] = None,
+    trace: Annotated[Path | None, Option(help="Instead of --rate: a recorded trace, as JSON lines or CSV.")] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Number of requests; 100 unless given.", min=1, max=MAX_REQUESTS)
+        int | None, Option(help="Number of requests; 100 unless given.", min=1, max=MAX_REQUESTS)
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="With --rate, instead of --requests: duration.", min=MIN_SECONDS)
+        float | None, Option(help="With --rate, instead of --requests: duration.", min=MIN_SECONDS)
     ] = None,
-    input: Annotated[int | None, typer.Option(help="Tokens of a prompt; 128 unless given.", min=1)] = None,
+    input: Annotated[int | None, Option(help="Tokens of a prompt; 128 unless given.", min=1)] = None,
     output_tokens: Annotated[
-        int | None, typer.Option("--output", help="Tokens of an answer; 64 unless given.", min=1)
+        int | None, Option("--output", help="Tokens of an answer; 64 unless given.", min=1)
     ] = None,
-    prefix: Annotated[int, typer.Option(help="Tokens that all prompts begin with.", min=0)] = 0,
+    prefix: Annotated[int, Option(help="Tokens that all prompts begin with.", min=0)] = 0,
     ttft: Annotated[
-        float | None, typer.Option(help="Limit for goodput: seconds to the first token.", min=MIN_SECONDS)
+        float | None, Option(help="Limit for goodput: seconds to the first token.", min=MIN_SECONDS)
     ] = None,
     tpot: Annotated[
-        float | None, typer.Option(help="Limit for goodput: seconds per token after it.", min=MIN_SECONDS)
+        float | None, Option(help="Limit for goodput: seconds per token after it.", min=MIN_SECONDS)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Time limit of one request, in seconds.", min=MIN_SECONDS)] = 600.0,
-    seed: Annotated[int, typer.Option(help="With --rate: seed of the arrival times.")] = 0,
-    model: Annotated[str | None, typer.Option(help="Model to ask; the server's first unless given.")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")
-    ] = None,
-    allow_end: Annotated[bool, typer.Option(help="Let answers end early, as servers without ignore_eos do.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write a run directory for `ironlaw explain`.")] = None,
+    timeout: Annotated[float, Option(help="Time limit of one request, in seconds.", min=MIN_SECONDS)] = 600.0,
+    seed: Annotated[int, Option(help="With --rate: seed of the arrival times.")] = 0,
+    model: Annotated[str | None, Option(help="Model to ask; the server's first unless given.")] = None,
+    api_key: Annotated[str | None, Option(envvar="OPENAI_API_KEY", help="API key, sent as a bearer token.")] = None,
+    allow_end: Annotated[bool, Option(help="Let answers end early, as servers without ignore_eos do.")] = False,
+    out: Annotated[Path | None, Option(help="Write a run directory for `ironlaw explain`.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.report.serving_view import load_view
@@ -216,7 +206,7 @@ def bench(
             )
         messages().print(f"ironlaw explain {out} says where the time went")
     if found["errors"] or not found["completed"]:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _keep(out: Path, report: Report, asked: dict[str, Any], found: dict[str, Any]) -> None:

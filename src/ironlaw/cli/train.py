@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from ironlaw.cli.options import Config, Json, Set
 from ironlaw.config import (
@@ -25,13 +25,12 @@ from ironlaw.files import as_name
 from ironlaw.report.console import messages, output, print_json, progress
 
 if TYPE_CHECKING:
-    from ironlaw.report.live import LiveRun
     from ironlaw.train.result import Outcome
 
-Out = Annotated[Path | None, typer.Option(help="Run directory; runs/MODEL-DATE unless given.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out; start it if there is none.")]
-Page = Annotated[bool, typer.Option("--dashboard", help="Show the run on a page in the browser while it trains.")]
-JsonAtEnd = Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")]
+Out = Annotated[Path | None, Option(help="Run directory; runs/MODEL-DATE unless given.")]
+Resume = Annotated[bool, Option("--resume", help="Continue the run in --out; start it if there is none.")]
+Page = Annotated[bool, Option("--dashboard", help="Show the run on a page in the browser while it trains.")]
+JsonAtEnd = Annotated[bool, Option("--json", help="Print one JSON document at the end.")]
 
 
 def train(
@@ -39,7 +38,7 @@ def train(
     set_: Set = None,
     layout: Annotated[
         str | None,
-        typer.Option(help='Layout of the ranks of torchrun, such as "dp=4 zero=2"; one process has dp=1.'),
+        Option(help='Layout of the ranks of torchrun, such as "dp=4 zero=2"; one process has dp=1.'),
     ] = None,
     out: Out = None,
     resume: Resume = False,
@@ -79,12 +78,12 @@ def train(
             settings, folder, profile, resume=resume,
             data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
         )  # fmt: skip
-    _show(outcome, folder, live, json)
+    _show(outcome, folder, json)
 
 
 def distil(
-    config: Annotated[Path, typer.Argument(help="The student's config file.")],
-    teacher: Annotated[Path, typer.Option(help="The model to learn from: a run or a Hugging Face directory.")],
+    config: Annotated[Path, Argument(help="The student's config file.")],
+    teacher: Annotated[Path, Option(help="The model to learn from: a run or a Hugging Face directory.")],
     set_: Set = None,
     out: Out = None,
     resume: Resume = False,
@@ -98,7 +97,9 @@ def distil(
     train(config, [*format_overrides(settings), *(set_ or [])], None, out, resume, dashboard, json)
 
 
-def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
+def _show(outcome: Outcome, folder: Path, json: bool) -> None:
+    from ironlaw.report.live import print_summary
+
     summary = {
         "run": str(folder),
         "steps": outcome.step,
@@ -108,7 +109,7 @@ def _show(outcome: Outcome, folder: Path, live: LiveRun, json: bool) -> None:
     if json:
         print_json(summary)
     else:
-        live.summary(outcome.ledger, output())
+        print_summary(folder, outcome.ledger, output())
     _leave(outcome)
 
 
@@ -119,7 +120,7 @@ def _leave(outcome: Outcome) -> None:
     """
     restarts = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if outcome.interrupted and (outcome.interrupted == "SIGINT" or not restarts):
-        raise typer.Exit(128 + signal.Signals[outcome.interrupted])
+        raise Exit(128 + signal.Signals[outcome.interrupted])
 
 
 def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboard: bool, json: bool) -> None:
@@ -153,7 +154,7 @@ def _train_on_ranks(settings: RunConfig, out: Path | None, resume: bool, dashboa
                 data_progress=live.data_progress, planned=live.planned, watch=live.step, say=live.say,
             )  # fmt: skip
     if here.ranks.is_rank_0:
-        _show(outcome, folder, live, json)
+        _show(outcome, folder, json)
     _leave(outcome)
 
 
@@ -183,26 +184,26 @@ def _in_layout(config: RunConfig, text: str, ranks: int) -> RunConfig:
 
 def launch(
     config: Config,
-    on: Annotated[str, typer.Option("--on", help="Launcher: slurm, kubernetes or ssh.")],
-    nodes: Annotated[int, typer.Option(min=1, max=10_000, help="Number of nodes.")] = 1,
+    on: Annotated[str, Option("--on", help="Launcher: slurm, kubernetes or ssh.")],
+    nodes: Annotated[int, Option(min=1, max=10_000, help="Number of nodes.")] = 1,
     min_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Continue with this many when nodes are lost; --nodes unless given.")
+        int | None, Option(min=1, help="Continue with this many when nodes are lost; --nodes unless given.")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, max=1024, help="Accelerators per node; each runs one rank.")] = 8,
+    per_node: Annotated[int, Option(min=1, max=1024, help="Accelerators per node; each runs one rank.")] = 8,
     set_: Set = None,
-    out: Annotated[Path | None, typer.Option(help="Run directory, on storage that all nodes share.")] = None,
-    hosts: Annotated[str | None, typer.Option(help="With ssh: the hosts, as node0,node1,...")] = None,
+    out: Annotated[Path | None, Option(help="Run directory, on storage that all nodes share.")] = None,
+    hosts: Annotated[str | None, Option(help="With ssh: the hosts, as node0,node1,...")] = None,
     image: Annotated[
-        str | None, typer.Option(help="With Kubernetes: a container image in which ironlaw is installed.")
+        str | None, Option(help="With Kubernetes: a container image in which ironlaw is installed.")
     ] = None,
     claim: Annotated[
-        str | None, typer.Option(help="With Kubernetes: the claim of a shared volume, mounted at /work.")
+        str | None, Option(help="With Kubernetes: the claim of a shared volume, mounted at /work.")
     ] = None,
-    time: Annotated[str | None, typer.Option(help="With Slurm: time limit, such as 4:00:00 or 2-0.")] = None,
-    partition: Annotated[str | None, typer.Option(help="With Slurm: partition.")] = None,
-    account: Annotated[str | None, typer.Option(help="With Slurm: account that is charged.")] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Submit the job at once.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a job file that was edited.")] = False,
+    time: Annotated[str | None, Option(help="With Slurm: time limit, such as 4:00:00 or 2-0.")] = None,
+    partition: Annotated[str | None, Option(help="With Slurm: partition.")] = None,
+    account: Annotated[str | None, Option(help="With Slurm: account that is charged.")] = None,
+    submit: Annotated[bool, Option("--submit", help="Submit the job at once.")] = False,
+    force: Annotated[bool, Option("--force", help="Overwrite a job file that was edited.")] = False,
     json: Json = False,
 ) -> None:
     settings = load_config(config, set_ or [])

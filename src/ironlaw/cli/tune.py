@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
-import typer
+from typer import Argument, Option
 
 from ironlaw import units
 from ironlaw.cli.options import Json, Set
@@ -28,27 +28,19 @@ DEFAULT_CONCURRENCY, PROMPT_TOKENS, ANSWER_TOKENS = 16, 128, 64  # defaults of t
 
 
 def tune(
-    config: Annotated[Path | None, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")] = None,
-    budget: Annotated[str, typer.Option(help="Time to spend, such as 90s, 15min or 1h.")] = "15min",
+    config: Annotated[Path | None, Argument(help="A config file, such as examples/gpt-tiny.toml.")] = None,
+    budget: Annotated[str, Option(help="Time to spend, such as 90s, 15min or 1h.")] = "15min",
     set_: Set = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Try only changes that leave the arithmetic as it is.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
-    serve: Annotated[
-        Path | None, typer.Option(help="Instead of CONFIG: tune how this run or directory is served.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(help="With --serve: requests at once; 16 unless given.", min=1)
-    ] = None,
-    input: Annotated[
-        int | None, typer.Option(help="With --serve: tokens of a prompt; 128 unless given.", min=4)
-    ] = None,
+    exact: Annotated[bool, Option("--exact", help="Try only changes that leave the arithmetic as it is.")] = False,
+    out: Annotated[Path, Option(help="Folder for the trials, tuned.toml and evidence.json.")] = Path("runs/tune"),
+    serve: Annotated[Path | None, Option(help="Instead of CONFIG: tune how this run or directory is served.")] = None,
+    concurrency: Annotated[int | None, Option(help="With --serve: requests at once; 16 unless given.", min=1)] = None,
+    input: Annotated[int | None, Option(help="With --serve: tokens of a prompt; 128 unless given.", min=4)] = None,
     output_tokens: Annotated[
-        int | None, typer.Option("--output", help="With --serve: tokens of an answer; 64 unless given.", min=1)
+        int | None, Option("--output", help="With --serve: tokens of an answer; 64 unless given.", min=1)
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="With --serve: text for the prompts; that of the run unless given.")
+        str | None, Option(help="With --serve: text for the prompts; that of the run unless given.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -132,22 +124,21 @@ def parse_budget(text: str) -> float:
 def explain(
     run: Annotated[
         Path,
-        typer.Argument(help="A run directory of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
+        Argument(help="A run directory of `train` or `bench --out`, or a profiler trace (.json, .json.gz)."),
     ],
-    other: Annotated[Path | None, typer.Argument(help="A second one, to explain why it is faster or slower.")] = None,
+    other: Annotated[Path | None, Argument(help="A second one, to explain why it is faster or slower.")] = None,
     json: Json = False,
 ) -> None:
     from ironlaw.api import explained
     from ironlaw.report.page import write
-    from ironlaw.report.run_view import FOOTER, page_name
 
     document, view = explained(run, other)
     answer(json, document, lambda _: view)
-    if "time" in document:  # an explanation of one run
+    if view.page:
         page = run / "report.html" if run.is_dir() else run.with_name(run.name.partition(".")[0] + ".report.html")
         said = f"The same with charts: {page}"
         try:
-            write(page, view, page_name(document), FOOTER)
+            write(page, view)
         except OSError as error:  # a run may lie where nothing can be written
             said = f"No page with charts: {page}: {error.strerror}"
         if not json:

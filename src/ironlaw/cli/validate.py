@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from ironlaw.cli.options import Json
 from ironlaw.errors import UserError
@@ -13,10 +13,10 @@ from ironlaw.report.console import answer, messages
 
 
 def validate(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="Measured runs, one per row.")],
-    html: Annotated[Path | None, typer.Option(help="Write the record, with scatter plots, to this HTML file.")] = None,
+    runs: Annotated[Path, Argument(metavar="RUNS.csv", help="Measured runs, one per row.")],
+    html: Annotated[Path | None, Option(help="Write the record, with scatter plots, to this HTML file.")] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Engine or calibrated profile for every row, instead of that of its framework.")
+        str | None, Option(help="Engine or calibrated profile for every row, instead of that of its framework.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -24,7 +24,7 @@ def validate(
     from ironlaw.plan.measured.inference import read_serving, serving_record, serving_rows
     from ironlaw.plan.measured.validate import validate as validate_runs
     from ironlaw.report.page import write
-    from ironlaw.report.record_view import FOOTER, PAGE, record_view, serving_record_view
+    from ironlaw.report.record_view import record_view, serving_record_view
 
     if (rows := serving_rows(runs)) is not None:
         if html is not None or profile:
@@ -36,18 +36,16 @@ def validate(
     view = record_view(document)
     answer(json, document, lambda _: view)
     if html is not None:
-        write(html, view, PAGE, FOOTER)
+        write(html, view)
         messages().print(f"The same with plots: {html}")
 
 
 def calibrate(
-    runs: Annotated[Path, typer.Argument(metavar="RUNS.csv", help="16 to 32 runs with their step times.")],
-    name: Annotated[str, typer.Option("--as", metavar="NAME", help="Name of the profile.")],
+    runs: Annotated[Path, Argument(metavar="RUNS.csv", help="16 to 32 runs with their step times.")],
+    name: Annotated[str, Option("--as", metavar="NAME", help="Name of the profile.")],
     start: Annotated[
         str | None,
-        typer.Option(
-            "--from", metavar="ENGINE", help="Engine or profile to start from; that of the runs unless given."
-        ),
+        Option("--from", metavar="ENGINE", help="Engine or profile to start from; that of the runs unless given."),
     ] = None,
     json: Json = False,
 ) -> None:

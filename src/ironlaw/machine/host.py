@@ -9,7 +9,6 @@ import ctypes
 import os
 import platform
 import resource
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,6 @@ def keep_freed_memory() -> bool:
     faster. Memory freed earlier, such as by data preparation, is returned first. Only glibc has these settings; returns
     whether they were set.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     try:
         libc = ctypes.CDLL("libc.so.6")
         libc.malloc_trim(0)
@@ -99,8 +96,8 @@ class OtherLoad:
         busy, own, wall = (a - b for a, b in zip(now, before, strict=True))
         if wall < MIN_SECONDS:
             return self._share
-        is_known = now[0] >= 0 and before[0] >= 0
-        self._last, self._share = now, max(0.0, busy - own) / (wall * len(_cores())) if is_known else None
+        is_known, cores = now[0] >= 0 and before[0] >= 0, len(os.sched_getaffinity(0))
+        self._last, self._share = now, max(0.0, busy - own) / (wall * cores) if is_known else None
         return self._share
 
     def _now(self) -> tuple[float, float, float]:
@@ -138,19 +135,13 @@ class ThreadClock:
 
 def busy_seconds(stat: Path = _STAT) -> float:
     """Return the busy seconds of the usable cores since the system started; -1 if it does not report them."""
-    cores = {f"cpu{core}" for core in _cores()}
+    cores = {f"cpu{core}" for core in os.sched_getaffinity(0)}
     try:
         rows = [line.split() for line in stat.read_text(encoding="ascii").splitlines() if line.startswith("cpu")]
         ticks = [sum(int(row[column]) for column in _BUSY) for row in rows if row[0] in cores]
     except (OSError, ValueError, IndexError):
         return -1.0
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else -1.0
-
-
-def _cores() -> set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
 
 
 def context_bytes(device: Any) -> int:

@@ -29,9 +29,7 @@ def this_machine(log: Log = lambda text: None, progress: ShowProgress = _no_prog
     return load_profile()
 
 
-def measure_and_keep(
-    log: Log = lambda text: None, progress: ShowProgress = _no_progress, threads: int | None = None
-) -> Profile:
+def measure_and_keep(log: Log, progress: ShowProgress, threads: int | None = None) -> Profile:
     """Measure this machine and store the profile. UserError if the cache folder cannot be written."""
     from ironlaw.machine.measure import measure as measure_machine
     from ironlaw.machine.measure_links import measure_links

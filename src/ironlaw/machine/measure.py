@@ -446,9 +446,7 @@ class Probe:
 
 
 def _storage_read_rate(size: int = 64 * 2**20) -> float | None:
-    """Return the bytes per second of reading an uncached file; None if the page cache cannot be avoided."""
-    if not hasattr(os, "posix_fadvise"):
-        return None
+    """Return the bytes per second of reading an uncached file; None if the cache folder cannot be used."""
     folder = files.cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError), tempfile.NamedTemporaryFile(dir=folder) as file:

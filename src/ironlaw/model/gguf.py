@@ -8,6 +8,7 @@ permuted. GPT-2's matrices have outputs first again. Vectors stay fp32, as llama
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +129,8 @@ def _family(config: ModelConfig) -> str:
 def _huggingface_weights(config: ModelConfig, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the weights by Hugging Face's names in fp32, with outputs first and rows in llama.cpp's rotary order."""
     kind = _family(config)
-    made = to_theirs(config, FAMILIES[kind].names, weights, torch.float32)
-    for name, tensor in made.items():
-        if kind == "gpt2" and name.endswith(("c_attn.weight", "c_fc.weight", "c_proj.weight")):
-            made[name] = tensor.t().contiguous()
-        heads = {"q_proj": config.heads, "k_proj": config.key_value_heads}.get(name.split(".")[-2])
-        if ARCHITECTURES[kind] == "LLAMA" and heads is not None:
-            halves = tensor.unflatten(0, (heads, 2, config.size_of_head // 2))
-            made[name] = halves.transpose(1, 2).flatten(0, 2).contiguous()
-    return made
+    names = replace(FAMILIES[kind].names, transposed=False, neighbours=ARCHITECTURES[kind] == "LLAMA")
+    return to_theirs(config, names, weights, torch.float32)
 
 
 def _q4_0(tensor: Tensor, scale: Tensor) -> np.ndarray:

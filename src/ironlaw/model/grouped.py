@@ -35,7 +35,6 @@ def _has_grouped_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Whether PyTorch has a grouped kernel: bf16, rows in multiples of 16 bytes, from Hopper on (else it loops)."""
     return (
         rows.dtype is torch.bfloat16
-        and hasattr(torch, "_grouped_mm")
         and rows.shape[1] % 8 == 0
         and weight.shape[1] % 8 == 0
         and (capability(rows.device) or (0, 0)) >= (9, 0)

@@ -146,9 +146,9 @@ class FrozenExperts(FrozenMatrix, ExpertLinear):
 
 
 @torch.no_grad()
-def quantize_frozen(module: Linear | ExpertLinear, name: str = "nf4") -> None:
-    """Quantises the module's matrices in place to the block format `name`, which must have fp32 scales."""
-    whole = quantize(module.weight.flatten(0, -2), name)
+def quantize_frozen(module: Linear | ExpertLinear) -> None:
+    """Quantises the module's matrices in place to nf4."""
+    whole = quantize(module.weight.flatten(0, -2), "nf4")
     assert whole.scales is not None
     mean = whole.scales.mean()
     scales = quantize((whole.scales - mean).flatten().unsqueeze(0), "int8", block=(1, SCALES_BLOCK))

@@ -22,7 +22,7 @@ def names_view(names: Mapping[str, Sequence[str]]) -> Document:
     for section, members in names.items():
         view.heading(section.capitalize())
         view.add(NameList(members))
-    view.text("ironlaw catalog NAME shows one of them, each figure with its source.", role="dim")
+    view.note("ironlaw catalog NAME shows one of them, each figure with its source.")
     return view
 
 

@@ -30,17 +30,17 @@ def losses(steps: Sequence[Found], unigram: float | None = None) -> Chart | None
     evaluated = [m for m in steps if m.get("validation_loss") is not None]
     if not steps:
         return None
-    series = [svg.Series("training", [m["step"] for m in steps], [m["loss"] for m in steps], "measured")]
+    series = [svg.Series([m["step"] for m in steps], [m["loss"] for m in steps], "measured")]
     legend = [("line-measured", "training")]
     described = f"Training loss from {steps[0]['loss']:.2f} to {steps[-1]['loss']:.2f} nats per token"
     if evaluated:
         xs, ys = [m["step"] for m in evaluated], [m["validation_loss"] for m in evaluated]
-        series.append(svg.Series("validation", xs, ys, "validation", dots=True))
+        series.append(svg.Series(xs, ys, "validation", dots=True))
         legend.append(("line-validation", "validation"))
         described += f", validation loss {ys[-1]:.2f} at the last evaluation"
     caption, levels = "Loss in nats per token.", []
     if unigram is not None:
-        levels.append(svg.Level("unigram", unigram, "unigram"))
+        levels.append(svg.Level(unigram, "unigram"))
         legend.append(("line-unigram", "unigram model"))
         described += f", unigram model {unigram:.2f}"
         caption += " The unigram model knows only how often each token occurs."
@@ -58,12 +58,12 @@ def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
     typical = statistics.median(seconds)
     top = MAX_SHOWN_RATIO * typical
     beyond = sum(s > top for s in seconds)
-    series = [svg.Series("step time", [m["step"] for m in timed], seconds, "measured")]
+    series = [svg.Series([m["step"] for m in timed], seconds, "measured")]
     caption, legend, levels = "Step time.", [("line-measured", "measured")], []
     described = f"Typical step {units.seconds(step['measured'] or typical)}"
     if step["planned"] is not None:
         low, high = step.get("planned_interval") or (None, None)
-        levels = [svg.Level("planned", step["planned"], "planned", low, high)]
+        levels = [svg.Level(step["planned"], "planned", low, high)]
         described += f", planned {units.seconds(step['planned'])}"
         legend += [("line-planned", "planned"), ("band", "the plan's interval")]
         caption += " The band held 80% of comparable runs."
@@ -82,7 +82,7 @@ def step_times(steps: Sequence[Found], step: Found) -> Chart | None:
 def memory(curve: Sequence[Sequence[float]]) -> Markup:
     xs, ys = [1e3 * point[0] for point in curve], [point[1] for point in curve]
     return svg.line_chart(
-        "Memory over the recorded steps", f"Highest {units.bytes_(max(ys))}", [svg.Series("alive", xs, ys, "measured")],
+        "Memory over the recorded steps", f"Highest {units.bytes_(max(ys))}", [svg.Series(xs, ys, "measured")],
         height=200, from_zero=True, y_text=units.bytes_, x_name="ms",
     )  # fmt: skip
 

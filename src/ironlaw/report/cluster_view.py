@@ -42,10 +42,10 @@ def cluster_view(ledger: Ledger, fits: bool, more: More) -> Document:
         _money(view, ledger, more["budget"])
         _advice(view, more)
     view.extend(assumed_view(more["assumed"]))
-    view.text(
+    view.note(
         "Intervals held 80% of runs that the engine was not fitted to. MFU: exact matrix FLOPs, causal attention "
-        "halved, over the dense peak; --why has the other conventions. --why shows every derivation.", role="dim",
-    )  # fmt: skip
+        "halved, over the dense peak; --why has the other conventions. --why shows every derivation."
+    )
     return view
 
 
@@ -91,9 +91,9 @@ def _verdict(view: Document, ledger: Ledger, fits: bool, more: More) -> None:
     slower, choice = margin.get("slower_than_fastest"), margin["choice"]
     if slower is not None:
         other = "one that is as fast" if slower < 0.0005 else f"the fastest, {units.percent(slower)} quicker"
-        view.text(f"Chosen over {other}: {choice}.", role="dim")
+        view.note(f"Chosen over {other}: {choice}.")
     elif " " in choice:
-        view.text(f"{choice[0].upper()}{choice[1:]}.", role="dim")
+        view.note(f"{choice[0].upper()}{choice[1:]}.")
 
 
 def _limits(view: Document, ledger: Ledger, more: More) -> None:
@@ -119,7 +119,7 @@ def _hardware(view: Document, hardware: More | None) -> None:
     )  # fmt: skip
     walls = ", ".join(f"{count} {wall}" for wall, count in hardware["ruled_out"].items())
     if walls:
-        view.text(f"Kinds ruled out: {walls}.", indent=2, role="dim")
+        view.note(f"Kinds ruled out: {walls}.", indent=2)
 
 
 def _would_fit(view: Document, more: More) -> None:
@@ -143,7 +143,7 @@ def _engine(view: Document, more: More) -> None:
         words = f"Under {other['engine']} instead: {units.seconds(other['step_seconds'])} a step"
         if other["layout"] != more["layout"]["text"]:
             words += f", {other['layout']}"
-        view.text(words + ("" if other["fits"] else "; it would not fit") + ".", role="dim")
+        view.note(words + ("" if other["fits"] else "; it would not fit") + ".")
 
 
 def _candidates(view: Document, more: More) -> None:
@@ -156,13 +156,12 @@ def _candidates(view: Document, more: More) -> None:
         chosen = candidate["layout"]["text"] == more["layout"]["text"]
         layout = candidate["layout"]["text"] + ("  ← chosen" if chosen else "")
         view.text(f"{rank}  ", Cell(layout, "strong" if chosen else ""), indent=2)
-        facts = f"{units.seconds(step['value'])} ({bounds}), {rate} tokens/s, {units.bytes_(memory)}"
-        view.text(facts, indent=5, role="dim")
+        view.note(f"{units.seconds(step['value'])} ({bounds}), {rate} tokens/s, {units.bytes_(memory)}", indent=5)
         if rank > 1:
             slower = step["value"] / fastest - 1
             why = candidate["why_slower"] or "no single term by 0.1% of the step"
             behind = f"{units.percent(slower)} slower" if slower >= 0.0005 else "as fast"
-            view.text(f"{behind}: {why}", indent=5, role="dim")
+            view.note(f"{behind}: {why}", indent=5)
 
 
 def _ruled_out(view: Document, more: More) -> None:
@@ -192,7 +191,7 @@ def _money(view: Document, ledger: Ledger, budget: More) -> None:
         view.text(f"Rent {cost}: {hours} at ${rent['usd_per_hour']:,.2f} ({source}).", indent=2)
         for quote in (q for q in budget["rent_quotes"] if q["provider"] != rent["provider"]):
             price = f"${quote['usd_per_hour']:,.2f} ({quote['provider']}, {quote['date']})"
-            view.text(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2, role="dim")
+            view.note(f"At {price} it would be {units.dollars(quote['rent_usd'])}.", indent=2)
     if "purchase_usd" in figures:
         after = figures["break_even_hours"].value
         view.text(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ironlaw import units
@@ -20,13 +21,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 def comparison_view(found: Found) -> Document:
     """Return what changed between two runs, and whether it is more than noise."""
     view, noise, grade = Document(), found["noise"], found.get("grade")
-    view.text(f"A {found['before']}", role="dim")
-    view.text(f"B {found['after']}", role="dim")
+    view.note(f"A {found['before']}")
+    view.note(f"B {found['after']}")
     view.text("")
     view.text(strong(found["sentence"]))
     if noise is not None:
-        words = f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run."
-        view.text(words, indent=2, role="dim")
+        view.note(f"Noise: {units.percent(noise)}, from blocks of steps and the halves of each run.", indent=2)
     if grade is not None:
         promised, brought = units.signed_percent(grade["predicted"]), units.signed_percent(grade["measured"])
         view.text(f"B is A with the remedy {grade['remedy']}: it promised {promised} and brought {brought}.", indent=2)
@@ -49,7 +49,7 @@ def comparison_view(found: Found) -> Document:
     _differences(view, "Operations that changed the most", operations[:MAX_OPERATIONS], units.seconds)
     _differences(view, "Memory at the peak", found["memory"], units.bytes_)
     for side, sentence in zip("AB", found["bottlenecks"], strict=True):
-        view.text(f"{side}: {sentence}", role="dim")
+        view.note(f"{side}: {sentence}")
     return view
 
 
@@ -69,15 +69,18 @@ def _setting(value: Any) -> str:
     return "–" if value is None else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def runs_view(runs: Sequence[Found], curves: Mapping[str, Sequence[float]]) -> Document:
-    """Return a table of runs, each with its losses as a sparkline."""
+def runs_view(folder: Path, runs: Sequence[Found], losses: Callable[[str], Sequence[float]]) -> Document:
+    """Return a table of the runs in `folder`, each with its losses as a sparkline."""
     view = Document()
+    if not runs:
+        view.text(f"{folder} holds no runs.")
+        return view
     rows: list[Row] = []
     for run in runs:
         name = run["run"] if run["state"] == "done" else f"{run['run']} ({run['state']})"
         figures = [_figure(column, run.get(column)) for column in COLUMNS]
         rows.append([name, run.get("model") or "", str(run.get("steps") or ""), *figures,
-                     sparkline(curves.get(run["run"], ()))])  # fmt: skip
+                     sparkline(losses(run["run"]))])  # fmt: skip
     view.table(["run", "<model", "steps", *COLUMNS.values(), "<loss"], rows)
     return view
 
@@ -86,12 +89,12 @@ def _figure(name: str, value: float | None) -> Cell:
     return Cell("" if value is None else labels.TOTALS[name][1](value).removesuffix(" nats/token"), value=value)
 
 
-def sparkline(values: Sequence[float], width: int = 12) -> str:
-    """Return a curve as `width` block characters, means of neighbouring values; empty for fewer than two values."""
+def sparkline(values: Sequence[float]) -> str:
+    """Return a curve as 12 block characters, means of neighbouring values; empty for fewer than two values."""
     if len(values) < 2:
         return ""
-    size = max(1, len(values) // width)
-    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)][:width]
+    size = max(1, len(values) // 12)
+    means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)][:12]
     low, high = min(means), max(means)
     span = (high - low) or 1.0
     return "".join(_BLOCKS[min(7, int(8 * (v - low) / span))] for v in means)
@@ -106,10 +109,10 @@ def tuned_view(found: Found, path: str) -> Document:
     kept, verdict = _settings(found["settings"]), "Nothing pays" if found["trials"] else "Nothing was tried"
     view.text(strong(f"{units.percent(found['gain'])} less time per token: {kept}." if kept else
                      f"{verdict}: kept as it is."))  # fmt: skip
-    view.text(
+    view.note(
         f"{found['runs']} short runs in {units.seconds(found['seconds'])}; {found['stopped']}. Gains are fractions of "
-        f"the time per token, each against the unchanged config run before and after it. {path}", role="dim",
-    )  # fmt: skip
+        f"the time per token, each against the unchanged config run before and after it. {path}"
+    )
     return view
 
 

@@ -103,12 +103,9 @@ def rows_view(rows: Iterable[dict[str, Any]]) -> Document:
     return view
 
 
-def _shortened(text: str, length: int = 160) -> str:
+def _shortened(text: str) -> str:
     line = repr(text)[1:-1]
-    if len(line) <= length:
-        return line
-    half = (length - 5) // 2
-    return f"{line[:half]} ... {line[-half:]}"
+    return line if len(line) <= 160 else f"{line[:77]} ... {line[-77:]}"
 
 
 def supply_words(supply: dict[str, Any]) -> str:

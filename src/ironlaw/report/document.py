@@ -145,6 +145,8 @@ Block = Title | Heading | Paragraph | Table | NameList | Chart | Cards | Listing
 
 @dataclass
 class Document:
+    page: str = ""  # the name and the footer of its HTML page, if it has one
+    footer: str = ""
     blocks: list[Block] = field(default_factory=list)
 
     def add(self, block: Block) -> None:
@@ -158,6 +160,10 @@ class Document:
 
     def text(self, *pieces: Cell | str, indent: int = 0, role: str = "") -> None:
         self.add(Paragraph(_cells(pieces, role), indent))
+
+    def note(self, words: str, indent: int = 0) -> None:
+        """Add a remark, which is shown less prominently than text."""
+        self.text(words, indent=indent, role="dim")
 
     def items(self, lines: Iterable[str], indent: int = 2, role: str = "") -> None:
         self.blocks += [Paragraph(_cells([line], role), indent, item=True) for line in lines]

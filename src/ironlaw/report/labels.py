@@ -19,15 +19,6 @@ def _hours(value: float | None) -> str:
 
 
 # Name of a total -> (label, how it is printed)
-COSTS: dict[str, tuple[str, Print]] = {
-    "accelerator_hours": ("Accelerator-hours", _hours),
-    "rent_usd": ("Rent", units.dollars),
-    "purchase_usd": ("Purchase", units.dollars),
-    "break_even_hours": ("Buying pays after", _hours),
-    "break_even_runs": ("Buying pays after", lambda v: units.NOT_KNOWN if v is None else f"{v:.1f} such runs"),
-    "energy_joules": ("Energy", units.energy),
-    "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
-}
 TOTALS: dict[str, tuple[str, Print]] = {
     "parameters": ("Parameters", units.count),
     "flops_per_step": ("FLOPs per step", _flop),
@@ -41,7 +32,13 @@ TOTALS: dict[str, tuple[str, Print]] = {
     "peak_bytes": ("Peak tensor memory", units.bytes_),
     "resident_bytes": ("Process memory", units.bytes_),
     "total_seconds": ("Total time", units.seconds),
-    **COSTS,
+    "accelerator_hours": ("Accelerator-hours", _hours),
+    "rent_usd": ("Rent", units.dollars),
+    "purchase_usd": ("Purchase", units.dollars),
+    "break_even_hours": ("Buying pays after", _hours),
+    "break_even_runs": ("Buying pays after", lambda v: units.NOT_KNOWN if v is None else f"{v:.1f} such runs"),
+    "energy_joules": ("Energy", units.energy),
+    "carbon_kg": ("Carbon", lambda v: f"{units.mass(v)} CO2"),
     "train_loss": ("Training loss", _loss),
     "validation_loss": ("Validation loss", _loss),
     "unigram_loss": ("Unigram model's loss", _loss),

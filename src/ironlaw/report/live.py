@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,8 +33,8 @@ SMOOTHING = 0.9  # of the displayed step time, because single steps vary
 
 
 @contextmanager
-def serve_page(html: Callable[[], str], port: int = PORT) -> Iterator[str]:
-    """Serve the page that `html` renders on each request, and yield its address. A free one replaces a taken port."""
+def serve_page(html: Callable[[], str]) -> Iterator[str]:
+    """Serve the page that `html` renders on each request, and yield its address. A free one replaces a taken `PORT`."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -53,7 +53,7 @@ def serve_page(html: Callable[[], str], port: int = PORT) -> Iterator[str]:
             """Requests are not logged on the terminal."""
 
     try:
-        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", PORT), Handler)
     except OSError:
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     with server:
@@ -200,7 +200,8 @@ class LiveRun:
 
     def html(self) -> str:
         """Return the page in its current state."""
-        steps, page = list(self._steps or ()), Document()
+        footer = f"The page ends with the run; `ironlaw explain {self.folder}` says afterwards where the time went."
+        steps, page = list(self._steps or ()), Document(f"{self.folder}: training", footer)
         since = units.seconds(time.monotonic() - self._began)
         page.title(str(self.folder), above=f"Ironlaw, training for {since}")
         page.add(Cards(self._cards(steps)))
@@ -211,8 +212,7 @@ class LiveRun:
             if chart is not None and len(steps) > 1:
                 page.heading(title)
                 page.add(chart)
-        footer = f"The page ends with the run; `ironlaw explain {self.folder}` says afterwards where the time went."
-        return render(page, f"{self.folder}: training", footer, refresh=REFRESH_SECONDS)
+        return render(page, refresh=REFRESH_SECONDS)
 
     def _cards(self, steps: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
         """Return the figures at the head: name, value, remark."""
@@ -239,19 +239,17 @@ class LiveRun:
         cards.append(("Left", units.seconds((last["steps"] - last["step"]) * seconds), "at this pace"))
         return cards
 
-    def summary(self, ledger: Ledger, console: Console) -> None:
-        """Print the state of the finished run and the next command."""
-        totals, facts = ledger.totals, ledger.facts
-        state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
-        console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")
-        rows: Sequence[tuple[str, str, str]] = (
-            ("validation loss", "validation_loss", "nats per token"),
-            ("unigram loss", "unigram_loss", "nats per token, the baseline that knows only how frequent tokens are"),
-        )
-        for label, key, unit in rows:
-            if key in totals:
-                console.print(f"{label:<16} {totals[key].value:.3f} {unit}")
-        if facts["interrupted"]:
-            console.print(f"go on with       ironlaw train {self.folder} --out {self.folder} --resume")
-        else:
-            console.print(f"next             ironlaw explain {self.folder}")
+
+def print_summary(folder: Path, ledger: Ledger, console: Console) -> None:
+    """Print the state of the finished run and the next command."""
+    totals, facts = ledger.totals, ledger.facts
+    state = f"interrupted by {facts['interrupted']}" if facts["interrupted"] else "done"
+    console.print(f"{facts['steps_done']:,} of {facts['steps']:,} steps, {state}")
+    losses = {"validation": "", "unigram": ", the baseline that knows only how frequent tokens are"}
+    for name, meaning in losses.items():
+        if f"{name}_loss" in totals:
+            console.print(f"{name + ' loss':<16} {totals[f'{name}_loss'].value:.3f} nats per token{meaning}")
+    if facts["interrupted"]:
+        console.print(f"go on with       ironlaw train {folder} --out {folder} --resume")
+    else:
+        console.print(f"next             ironlaw explain {folder}")

@@ -14,7 +14,7 @@ from ironlaw.files import write_text
 from ironlaw.report.document import BAR, Bar, Document, Heading, Paragraph, Piece, Row, Title
 
 
-def render(document: Document, name: str, footer: str, refresh: int | None = None) -> str:
+def render(document: Document, refresh: int | None = None) -> str:
     """Render a document, which begins with its title, as a page. `refresh`: seconds after which the page reloads."""
     title, *blocks = document.blocks
     assert isinstance(title, Title)
@@ -30,12 +30,12 @@ def render(document: Document, name: str, footer: str, refresh: int | None = Non
     filters = (_ticks, _code, _kinds, _column, _key, _laid, _parted)
     environment.filters |= {function.__name__.lstrip("_"): function for function in filters}
     page = environment.get_template("page.html.j2")
-    return page.render(name=name, title=title, sections=sections, footer=footer, refresh=refresh)
+    return page.render(name=document.page, title=title, sections=sections, footer=document.footer, refresh=refresh)
 
 
-def write(path: Path, document: Document, name: str, footer: str) -> Path:
+def write(path: Path, document: Document) -> Path:
     """Render the page and write it atomically: an old one stays until the new one is complete."""
-    write_text(path, render(document, name, footer))
+    write_text(path, render(document))
     return path
 
 

@@ -54,11 +54,11 @@ def plan_view(ledger: Ledger, fits: bool) -> Document:
         view.text(f"Fine-tuning: {facts['finetune']}.")
     if facts.get("data_supply"):
         view.text(f"Data: {supply_words(facts['data_supply'])}")
-    view.text(
+    view.note(
         f"{facts.get('intervals', 'Intervals held 80% of comparable runs')}. MFU: model FLOPs as a share of "
         f"{facts.get('peak_basis', 'the measured matmul rate of this machine')}. --why shows where each number comes "
-        "from.", role="dim",
-    )  # fmt: skip
+        "from."
+    )
     return view
 
 
@@ -112,7 +112,7 @@ def why_view(ledger: Ledger) -> Document:
             view.heading(f"Operations of the {phase} phase, per step")
             columns = ["operation", "<kind", "calls", "FLOPs", "moved", "time", "<bound"]
             view.table(columns, map(_operation, lines))
-    view.text("bound: the ceiling that sets the time. FLOPs count matrix products only.", role="dim")
+    view.note("bound: the ceiling that sets the time. FLOPs count matrix products only.")
     return view
 
 

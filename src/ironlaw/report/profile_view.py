@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ironlaw import units
+from ironlaw.catalog.formats import number_format
 from ironlaw.report.document import BAR, Bar, Document, Row, dim, quantity, strong
 
 Attention = Mapping[str, Mapping[str, Sequence[tuple[int, int, float]]]]
@@ -18,7 +19,6 @@ TENSORS_MOVED = {
     "silu_forward": 2, "silu_backward": 3, "layernorm_forward": 2, "layernorm_backward": 3,
     "rmsnorm_forward": 2, "rmsnorm_backward": 3,
 }  # fmt: skip
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MATMULS = {
     "matmul_bias": "forward",
     "matmul": "input gradient",
@@ -109,5 +109,5 @@ def _bandwidth(kernel: str, precision: str, curve: Any) -> str:
     moved = TENSORS_MOVED.get(kernel)
     if curve is None or moved is None:
         return units.NOT_KNOWN
-    total = moved * ELEMENT_BYTES.get(precision, 4) * curve.elements[-1]
+    total = moved * number_format(precision).bytes_per_element() * curve.elements[-1]
     return units.rate(total / curve.seconds[-1], "B")

@@ -37,10 +37,6 @@ SERVED = {
     "prefill_tokens_per_second": "Prompt tokens per second", "output_tokens_per_second": "Output tokens per second",
     "kv_tokens": "Tokens the cache holds",
 }  # fmt: skip
-PAGE, FOOTER = "Ironlaw: the planner's record", (
-    "Errors are relative to the measurement. Each group's constants are those of its software (the engine), never of "
-    "the group."
-)  # fmt: skip
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -49,7 +45,11 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def record_view(found: Found) -> Document:
     """Return the view of a document of `Record.to_json`."""
-    view, overall = Document(), found["overall"]
+    footer = (
+        "Errors are relative to the measurement. Each group's constants are those of its software (the engine), never "
+        "of the group."
+    )
+    view, overall = Document("Ironlaw: the planner's record", footer), found["overall"]
     planned = overall["n"] - overall["not_planned"]
     profile = f" with the profile {found['profile']}" if found.get("profile") else ""
     source = Path(found.get("runs") or "measured runs").name
@@ -66,7 +66,7 @@ def record_view(found: Found) -> Document:
     generic = sum(row["engine"] == "generic" for row in found["rows"])
     if generic:
         text = f"{generic} runs are of software without constants of its own: planned with the generic engine's."
-        view.text(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.", role="dim")
+        view.note(text + " `ironlaw calibrate` makes constants from 16 to 32 of them.")
     return view
 
 
@@ -104,7 +104,7 @@ def _errors(view: Document, found: Found, key: str) -> None:
     title, meaning = EXPLAINED[key]
     view.heading(f"{title}: error in percent")
     if not entries:
-        view.text("No run gives it, or none that could be planned.", indent=2, role="dim")
+        view.note("No run gives it, or none that could be planned.", indent=2)
         return
     view.add(_plot(found, key))
     rows: list[Row] = []
@@ -135,7 +135,7 @@ def _plot(found: Found, key: str) -> Chart:
     errors = found["overall"][key]
     described = f"{errors['n']} runs, median error {percent(errors['median'])} percent, mean {percent(errors['mean'])}"
     drawing = svg.scatter(
-        EXPLAINED[key][0], described, [svg.Cloud(name, indices[name], points) for name, points in clouds.items()],
+        EXPLAINED[key][0], described, [svg.Cloud(indices[name], points) for name, points in clouds.items()],
         tick, base,
     )  # fmt: skip
     caption = (
@@ -185,9 +185,9 @@ def _failed(view: Document, failed: Sequence[Found]) -> None:
     view.table(["planned peak", "runs", BAR], [[name, str(n), Bar(n / len(failed), width=30)] for name, n in classes])
     nearest = sorted(failed, key=lambda row: abs(row["over_limit"] - 1))
     listed = [f"{row['id']} {100 * row['over_limit']:.0f}%" for row in nearest]
-    view.text(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2, role="dim")
-    view.text("Why they failed is not known: below the limit a crash is as likely.", indent=2, role="dim")
-    view.fold("Every failed run").text(", ".join(listed), role="dim")
+    view.note(f"Nearest to the limit: {', '.join(listed[:MAX_LISTED])}", indent=2)
+    view.note("Why they failed is not known: below the limit a crash is as likely.", indent=2)
+    view.fold("Every failed run").note(", ".join(listed))
 
 
 def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
@@ -199,10 +199,10 @@ def over_limit(failed: Sequence[Found]) -> tuple[list[str], list[int]]:
     return ["under 50%", *middle, "above 200%"], counts
 
 
-def worst_rows(rows: Sequence[Found], count: int = MAX_LISTED) -> list[Found]:
+def worst_rows(rows: Sequence[Found]) -> list[Found]:
     """Return the runs with the largest errors of step time."""
     timed = [row for row in rows if row["ran"] and row["step_seconds"] and "time" in row["checks"]]
-    return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:count]
+    return sorted(timed, key=lambda row: -abs(row["predicted_step_seconds"] / row["step_seconds"] - 1))[:MAX_LISTED]
 
 
 def _worst(view: Document, rows: Sequence[Found]) -> None:
@@ -273,9 +273,9 @@ def calibration_view(found: Found) -> Document:
     view.table(["constant", "before", "after", "<unit", "<what it stands for"], rows)
     unseen = ", ".join(c["name"] for c in found["constants"] if c["spread"] >= UNINFORMED_SPREAD)
     if unseen:
-        view.text(f"These runs say nothing of {unseen}: left where they were, or nearly.", role="dim")
+        view.note(f"These runs say nothing of {unseen}: left where they were, or nearly.")
     for entry in found["not_planned"]:
-        view.text(f"Not used: {entry['id']}: {entry['reason']}", role="dim")
+        view.note(f"Not used: {entry['id']}: {entry['reason']}")
     return view
 
 
@@ -290,9 +290,9 @@ def serving_record_view(found: Found) -> Document:
             for group, e in [*groups.items(), ("all", found["overall"][name])]:
                 rows.append([*_error(group, e), dim(percent(e["baseline_median"])), percent(e["in_interval"], 0)])
             view.table(["group", "rows", "median", "mean", "p90", "bias", "baseline: median", "in interval"], rows)
-    view.text(
+    view.note(
         "Baseline: weight bytes over 60% of the memory's rate; 2 N FLOPs a prompt token over 40% of the dense peak. "
-        "In interval: measurements inside the plan's 80% interval.", indent=2, role="dim",
+        "In interval: measurements inside the plan's 80% interval.", indent=2,
     )  # fmt: skip
     _not_planned(view, found["not_planned"])
     return view

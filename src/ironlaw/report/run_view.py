@@ -34,12 +34,12 @@ from ironlaw.report.document import (
 Found = Mapping[str, Any]
 MAX_OPERATIONS, MAX_GROUPS = 8, 12
 CARDS = ("step_seconds", "tokens_per_second", "mfu", "peak_bytes")
-FOOTER = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
 
 
 def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> Document:
     """Return the whole explanation, the most important first. `metrics`: steps of `metrics.jsonl`, for the curves."""
-    view, time = Document(), found["time"]
+    footer = "Made by Ironlaw. The same figures for scripts: `ironlaw explain RUN --json`."
+    view, time = Document(f"{_model(found)}: Ironlaw run report", footer), found["time"]
     _headline(view, found)
     _remedies(view, found)
     _waterfall(view, found.get("waterfall"))
@@ -63,10 +63,6 @@ def run_view(found: Found, metrics: Sequence[Found] = (), config: str = "") -> D
     return view
 
 
-def page_name(found: Found) -> str:
-    return f"{_model(found)}: Ironlaw run report"
-
-
 def _model(found: Found) -> str:
     return str((found["facts"]["plan"].get("model") or {}).get("name", "a model"))
 
@@ -83,8 +79,7 @@ def _headline(view: Document, found: Found) -> None:
     view.items([*diagnosis["evidence"], *helps, *(f"Also: {sentence}" for sentence in others)])
     if not diagnosis["abstained"]:
         healthy = " No fault found." if diagnosis["healthy"] else ""
-        words = f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}"
-        view.text(words, indent=2, role="dim")
+        view.note(f"Axis: {diagnosis['axis']}. Confidence: {diagnosis['confidence']}.{healthy}", indent=2)
     cards = []
     for name in CARDS:
         row, (label, show) = _dig(found, labels.EXPLAINED[name][0]) or {}, labels.TOTALS[name]
@@ -305,7 +300,7 @@ def _how(view: Document, facts: Found) -> None:
     if data.get("tokens_per_second"):
         view.text(f"Data: {loaded_words(data)}.", indent=2)
     if supply:
-        view.text(f"Planned: {supply_words(supply)}", indent=2, role="dim")
+        view.note(f"Planned: {supply_words(supply)}", indent=2)
 
 
 def _energy(view: Document, use: Found | None) -> None:
@@ -335,7 +330,7 @@ def _curves(view: Document, found: Found, metrics: Sequence[Found]) -> None:
     for chart in filter(None, drawn):
         page.add(chart)
     if not any(drawn):
-        page.text("No steps were recorded in metrics.jsonl.", role="dim")
+        page.note("No steps were recorded in metrics.jsonl.")
 
 
 def _accuracy(view: Document, found: Found) -> None:
@@ -349,7 +344,7 @@ def _accuracy(view: Document, found: Found) -> None:
     view.items(found["notes"], role="dim")
     if found["diagnosis"]["not_tested"]:
         names = ", ".join(found["diagnosis"]["not_tested"]).replace("_", " ")
-        view.fold().text(f"Causes that this run has no evidence on: {names}.", role="dim")
+        view.fold().note(f"Causes that this run has no evidence on: {names}.")
 
 
 def _provenance(view: Document, found: Found, config: str) -> None:
@@ -372,5 +367,5 @@ def _provenance(view: Document, found: Found, config: str) -> None:
     page.facts((name, str(value)) for name, value in shown if value not in (None, ""))
     if config:
         page.heading("Configuration")
-        page.text("The resolved config.toml of this run; training with it reproduces the run.", role="dim")
+        page.note("The resolved config.toml of this run; training with it reproduces the run.")
         page.add(Listing(config))

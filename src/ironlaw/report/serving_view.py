@@ -110,8 +110,7 @@ def _step(view: Document, ledger: Ledger) -> None:
     view.shares(parts, units.seconds, total=False, meanings=False)
     view.text(f"Binds: {ledger.facts['binds']['words']}", indent=2)
     if not ledger.facts["measured"]:
-        words = "No measured run of this engine on such devices: intervals are wider."
-        view.text(words, indent=2, role="dim")
+        view.note("No measured run of this engine on such devices: intervals are wider.", indent=2)
 
 
 def _frontier(view: Document, points: list[dict[str, Any]]) -> None:
@@ -136,7 +135,7 @@ def _candidates(view: Document, more: dict[str, Any]) -> None:
     view.table(["devices", "<weights", "<layout", "USD/hour", "per million", "per token"], rows)
     constraints = ", ".join(f"{count} by {name}" for name, count in more["ruled_out"].items())
     if constraints:
-        view.text(f"Ruled out: {constraints}.", indent=2, role="dim")
+        view.note(f"Ruled out: {constraints}.", indent=2)
 
 
 def server_view(found: dict[str, Any]) -> Document:
@@ -162,7 +161,7 @@ def server_view(found: dict[str, Any]) -> Document:
         gain = f" (gain about {finding['gain']:.0%}, {finding['basis']})" if finding["gain"] else ""
         view.text(f"{finding['name']}: {finding['says']}", indent=2)
         if finding["remedy"]:
-            view.text(f"{finding['remedy']}{gain}", indent=4, role="dim")
+            view.note(f"{finding['remedy']}{gain}", indent=4)
     return view
 
 

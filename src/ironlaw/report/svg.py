@@ -15,6 +15,7 @@ from html import escape
 from markupsafe import Markup
 
 WIDTH = 760.0  # of a chart; a narrow window scrolls it
+SIDE = 560.0  # of a scatter plot
 MAX_POINTS = 320  # fewer than a chart's pixels; longer series are averaged in bins
 BAND = 0.10  # relative error of the band around a scatter plot's diagonal
 GOLDEN_ANGLE = 137.508  # degrees of hue between groups, so that neighbouring groups differ
@@ -26,7 +27,6 @@ _ids = itertools.count(1)
 class Series:
     """A line, or single points with `dots`, drawn in the style sheet's class `style`."""
 
-    name: str
     xs: Sequence[float]
     ys: Sequence[float]
     style: str
@@ -38,7 +38,6 @@ class Series:
 class Level:
     """A horizontal line across the chart, with a band around it if it has bounds."""
 
-    name: str
     y: float
     style: str
     low: float | None = None
@@ -49,7 +48,6 @@ class Level:
 class Cloud:
     """The points of a group, (measured, planned, title). `index` selects colour and marker, the same in every plot."""
 
-    name: str
     index: int
     points: Sequence[tuple[float, float, str]]
 
@@ -122,9 +120,8 @@ def line_chart(
 
 
 def scatter(
-    title: str, description: str, clouds: Sequence[Cloud], y_text: Callable[[float], str], base: int = 10,
-    size: float = 560.0,
-) -> Markup:  # fmt: skip
+    title: str, description: str, clouds: Sequence[Cloud], y_text: Callable[[float], str], base: int = 10
+) -> Markup:
     """Draw planned over measured values on logarithmic axes: exact plans lie on the diagonal, too slow or large ones
     above it. Ticks are round numbers in `base` 10 or 2.
     """
@@ -132,18 +129,18 @@ def scatter(
     if not values:
         return Markup("")
     a, b = min(values) / 1.12, max(values) * 1.12
-    frame = Frame(a, b, a, b, 74.0, size - 8, 10.0, size - 56, math.log10)
+    frame = Frame(a, b, a, b, 74.0, SIDE - 8, 10.0, SIDE - 56, math.log10)
     corners = [(a, a * (1 - BAND)), (a, a * (1 + BAND)), (b / (1 + BAND), b), (b, b), (b, b * (1 - BAND))]
     body = [f'<polygon class="band" points="{" ".join(f"{frame.x(p):.1f},{frame.y(q):.1f}" for p, q in corners)}"/>']
     body += frame.grid(ticks(a, b, base), y_text, ticks(a, b, base), y_text)
     body.append(f'<path class="diagonal" d="M{frame.x(a):.1f} {frame.y(a):.1f}L{frame.x(b):.1f} {frame.y(b):.1f}"/>')
-    body.append(text((frame.left + frame.right) / 2, size - 10, "measured", "middle"))
+    body.append(text((frame.left + frame.right) / 2, SIDE - 10, "measured", "middle"))
     middle = (frame.upper + frame.lower) / 2
     body.append(f'<text transform="translate(13 {middle:.0f}) rotate(-90)" text-anchor="middle">planned</text>')
     for cloud in sorted(clouds, key=lambda c: -len(c.points)):  # small groups are drawn on top
         marks = "".join(_mark(cloud.index % MARKERS, frame.x(m), frame.y(p), name) for m, p, name in cloud.points)
         body.append(f'<g class="cloud" style="--h:{_hue(cloud.index)}">{marks}</g>')
-    return image(size, size, title, description, body, 'class="scatter"')
+    return image(SIDE, SIDE, title, description, body, 'class="scatter"')
 
 
 def legend_mark(index: int) -> Markup:

@@ -14,14 +14,14 @@ from ironlaw.report.svg import Series, line_chart
 
 AXES = {"bytes": "bytes of the weights", "tokens_per_second": "tokens per second of one sequence"}
 HEADS = ("", "<", "weights", "change of the loss", "tokens/s", "read", "<kernel")
-FOOTER = "Made by `ironlaw compress --sweep`."
 
 Point = Mapping[str, Any]
 
 
 def sweep_view(found: Mapping[str, Any]) -> Document:
-    view, points = Document(), found["points"]
-    view.title(f"Formats of {found['source']}")
+    title, points = f"Formats of {found['source']}", found["points"]
+    view = Document(title, "Made by `ironlaw compress --sweep`.")
+    view.title(title)
     rows = [
         [Cell(cell, "strong" if point["frontier"] else "dim") for cell in cells]
         for cells, point in zip(_rows(points), points, strict=True)
@@ -32,7 +32,7 @@ def sweep_view(found: Mapping[str, Any]) -> Document:
         page.heading(f"Loss (upwards) against {name} (to the right)")
         page.add(Chart(_chart(points, axis)))
     for text in _notes(found):
-        view.text(text, indent=2, role="dim")
+        view.note(text, indent=2)
     return view
 
 
@@ -42,15 +42,11 @@ def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
         (
             f"{letter} {'*' if point['frontier'] else ' '}", point["name"], units.bytes_(point["bytes"]),
             f"{point['loss']:.4f}" if point is whole else f"{point['loss'] - whole['loss']:+.4f}",
-            f"{point['tokens_per_second']:.1f}", f"{1e-9 * _read(point):.1f} GB/s",
+            f"{point['tokens_per_second']:.1f}", f"{1e-9 * point['bytes_read'] * point['tokens_per_second']:.1f} GB/s",
             ", ".join(point["kernels"]) or ("" if point is whole else "none: dequantised"),
         )
         for letter, point in zip(string.ascii_letters, points, strict=False)
     ]  # fmt: skip
-
-
-def _read(point: Point) -> float:
-    return float(point["tokens_per_second"] * point["bytes_read"])
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
@@ -86,9 +82,9 @@ def _chart(points: Sequence[Point], axis: str) -> Markup:
         scale, unit = (1e-6, "MB") if points[0]["bytes"] > 1e8 else (1e-3, "kB")
     best = _frontier(points, axis)
     series = [
-        Series(p["name"], [scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
+        Series([scale * p[axis]], [p["loss"]], "validation", dots=True, label=letter)
         for letter, p in zip(string.ascii_letters, points, strict=False)
     ]
-    series.append(Series("frontier", [scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
+    series.append(Series([scale * p[axis] for p in best], [p["loss"] for p in best], "measured"))
     described = ", ".join(f"{p['name']}: {p['loss']:.4f}" for p in best)
     return line_chart(f"Loss against {AXES[axis]}", described, series, y_text="{:.3f}".format, x_name=unit)

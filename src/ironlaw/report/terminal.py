@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
 from typing import Any
 
 from rich import box
@@ -53,39 +52,32 @@ def _apart(before: Block, block: Block) -> bool:
     return figures and isinstance(before, Paragraph) and not before.indent
 
 
-@singledispatch
-def _print(block: Any, console: Console) -> bool:
+def _print(block: Block, console: Console) -> bool:
     """Print a block and return True, or return False for blocks that only a page shows."""
-    return False
-
-
-@_print.register
-def _title(block: Title, console: Console) -> bool:
-    if block.above:
-        console.print(_wrapped(Text(block.above, style="dim")))
-        console.print()
-    console.print(_wrapped(_joined(block.pieces)))
-    if block.below:
-        console.print(_wrapped(Text(block.below, style="dim")))
+    match block:
+        case Title():
+            if block.above:
+                console.print(_wrapped(Text(block.above, style="dim")))
+                console.print()
+            console.print(_wrapped(_joined(block.pieces)))
+            if block.below:
+                console.print(_wrapped(Text(block.below, style="dim")))
+        case Heading():
+            console.print()
+            console.print(_wrapped(Text(block.text, style="bold").append(block.tail, style="not bold dim")))
+        case Paragraph():
+            pieces = [Cell("· ", block.pieces[0].role), *block.pieces] if block.item else block.pieces
+            console.print(Padding(_wrapped(_joined(pieces)), (0, 0, 0, block.indent)))
+        case Table():
+            _print_table(block, console)
+        case NameList():
+            console.print(Columns([Text(name) for name in block.names], padding=(0, 3), column_first=True))
+        case _:
+            return False
     return True
 
 
-@_print.register
-def _heading(block: Heading, console: Console) -> bool:
-    console.print()
-    console.print(_wrapped(Text(block.text, style="bold").append(block.tail, style="not bold dim")))
-    return True
-
-
-@_print.register
-def _paragraph(block: Paragraph, console: Console) -> bool:
-    pieces = [Cell("· ", block.pieces[0].role), *block.pieces] if block.item else block.pieces
-    console.print(Padding(_wrapped(_joined(pieces)), (0, 0, 0, block.indent)))
-    return True
-
-
-@_print.register
-def _table(block: Table, console: Console) -> bool:
+def _print_table(block: Table, console: Console) -> None:
     """Print a table. If it is too wide, text wraps but figures stay whole, and seven or more columns lose padding."""
     rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
@@ -109,17 +101,10 @@ def _table(block: Table, console: Console) -> bool:
     console.print(Padding(grid, (0, 0, 0, margin)))
     if block.caption:
         console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))
-    return True
 
 
 def _lines(column: list[Text]) -> list[str]:
     return [line for text in column for line in text.plain.split("\n")]
-
-
-@_print.register
-def _names(block: NameList, console: Console) -> bool:
-    console.print(Columns([Text(name) for name in block.names], padding=(0, 3), column_first=True))
-    return True
 
 
 def _text(piece: Piece) -> Text:

@@ -304,10 +304,9 @@ GPT_NEO = GPT2.derive(
     Key("heads", "num_heads"), Key("ffn", "intermediate_size", None), Key("context", "max_position_embeddings"),
     Alternating(), without=("dropout", "always"),
     has={"attention_scale": 1.0, "qkv_bias": False, "out_bias": True, "ffn_bias": True},
-    names=Names(
-        "transformer.wte", "transformer.h", "transformer.ln_f", norms=("ln_1", "ln_2"), positions="transformer.wpe",
-        query_key_value=tuple(f"attn.attention.{part}_proj" for part in "qkv"), out="attn.attention.out_proj",
-        up="mlp.c_fc", down="mlp.c_proj",
+    names=replace(
+        GPT2.names, transposed=False, query_key_value=tuple(f"attn.attention.{part}_proj" for part in "qkv"),
+        out="attn.attention.out_proj",
     ),
 )  # fmt: skip
 PHI = _GPT_LIKE.derive(  # Phi-1, 1.5 and 2
