@@ -232,11 +232,11 @@ def compiled_blocks(
 
 
 # Switches of a model that `decode.c` computes, or that have no effect within a block.
-_COMPILED_SWITCHES = frozenset(
-    "parallel_norms norm_bias norm_weight out_bias ffn_bias rotary_size full_every full_offset full_first "
-    "rope_theta_local rope_short rope_long unrotated_every attention_cap attention_sinks residual_scale "
-    "attention_scale embedding_norm embedding_scale head_bias logit_cap logit_scale".split()
-)
+_COMPILED_SWITCHES = {
+    "parallel_norms", "norm_bias", "norm_weight", "out_bias", "ffn_bias", "rotary_size", "full_every", "full_offset",
+    "full_first", "rope_theta_local", "rope_short", "rope_long", "unrotated_every", "attention_cap", "attention_sinks",
+    "residual_scale", "attention_scale", "embedding_norm", "embedding_scale", "head_bias", "logit_cap", "logit_scale",
+}  # fmt: skip
 
 
 def _is_known(block: Any, native: Native) -> bool:
