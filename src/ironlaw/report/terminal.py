@@ -86,24 +86,31 @@ def _paragraph(block: Paragraph, console: Console) -> bool:
 
 @_print.register
 def _table(block: Table, console: Console) -> bool:
-    """Print a table. If it is too wide, text wraps but figures stay whole, and seven or more columns lose padding."""
+    """Print a table. If it is too wide, text wraps between words and figures stay whole; it loses padding if that does
+    not fit, or if it has seven or more columns. If words do not fit either, they are broken."""
     rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
     heads = [block.columns[i].lstrip("<|~") for i in shown]
     cells = [[_text(row[i]) for row in rows] for i in shown]
-    whole = sum(max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True))
-    is_wide = whole + 3 * (len(shown) - 1) + 2 > console.width
-    tight = is_wide and len(shown) > 6
-    margin = 0 if tight and whole + len(shown) + 1 > console.width else 2
+    is_figure = [i > 0 and not block.columns[i].startswith(("<", "|")) for i in shown]
+    whole = [max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True)]
+    split = [[*head.split(), *_pieces(*column)] for head, *column in zip(heads, cells, is_figure, strict=True)]
+    least = [max(map(cell_len, pieces), default=0) for pieces in split]
+    between, margin = len(shown) - 1, 2
+    tight = sum(whole) > console.width - 3 * between - margin and (
+        len(shown) > 6 or sum(least) > console.width - 3 * between - margin
+    )
+    if tight and sum(whole) + between + margin > console.width:
+        margin = 0
+    widths = _shared_out(console.width - (1 if tight else 3) * between - margin, whole, least)
     named = any(head.strip() for head in heads)
     grid = Grid(
         box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False,
         header_style="dim", show_header=named,
     )  # fmt: skip
-    for i, head, column in zip(shown, heads, cells, strict=True):
-        is_figure = i > 0 and not block.columns[i].startswith(("<", "|"))
-        width = max(map(cell_len, [*head.split(), *_lines(column)]), default=0) if is_figure and is_wide else None
-        grid.add_column(Text(head), justify="right" if is_figure else "left", overflow="fold", width=width)
+    for head, figure, width, narrow in zip(heads, is_figure, widths or whole, least, strict=True):
+        fixed = width if widths else narrow if figure else None  # else words are broken, figures not
+        grid.add_column(Text(head), justify="right" if figure else "left", overflow="fold", width=fixed)
     for row in zip(*cells, strict=True):
         grid.add_row(*row)
     console.print(Padding(grid, (0, 0, 0, margin)))
@@ -114,6 +121,20 @@ def _table(block: Table, console: Console) -> bool:
 
 def _lines(column: list[Text]) -> list[str]:
     return [line for text in column for line in text.plain.split("\n")]
+
+
+def _pieces(column: list[Text], figures: bool) -> list[str]:
+    """Return what is not broken in a table that is too wide: figures, and words of text."""
+    return [piece for line in _lines(column) for piece in ([line] if figures else line.split())]
+
+
+def _shared_out(room: int, whole: list[int], least: list[int]) -> list[int] | None:
+    """Return the columns' widths from `least` to `whole`, by what each lacks; None if even the least have no room."""
+    spare, lack = room - sum(least), [most - fewest for most, fewest in zip(whole, least, strict=True)]
+    if spare < 0:
+        return None
+    share = min(1.0, spare / max(1, sum(lack)))
+    return [fewest + int(more * share) for fewest, more in zip(least, lack, strict=True)]
 
 
 @_print.register
