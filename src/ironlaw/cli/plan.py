@@ -43,7 +43,10 @@ def plan(
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon or paged_adamw."),
+        typer.Option(
+            help="adamw (unless given), adam, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon, paged_adamw "
+            "or paged_adam8bit."
+        ),
     ] = None,
     engine: Annotated[
         str | None,

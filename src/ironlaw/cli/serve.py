@@ -28,7 +28,7 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Set a key: serve.key=value; may be repeated.")
+        list[str] | None, typer.Option("--set", metavar="serve.KEY=VALUE", help="Override a setting; may be repeated.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="A file of settings, as `tune --serve` writes it.")] = None,
     engine: Annotated[str, typer.Option(help="Engine: ironlaw, or vllm in a process of its own.")] = "ironlaw",
@@ -78,7 +78,7 @@ def serve(
 
 def generate(
     run: Annotated[Path, typer.Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "\n",
+    prompt: Annotated[str, typer.Option(help="Text to continue.", show_default="a line break")] = "\n",
     tokens: Annotated[int, typer.Option(help="How many tokens to add.", min=1)] = 120,
     temperature: Annotated[
         float, typer.Option(help="Randomness of the choice; 0 takes the likeliest token every time.", min=0.0)

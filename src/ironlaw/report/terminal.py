@@ -102,7 +102,7 @@ def _table(block: Table, console: Console) -> bool:
     )
     if tight and sum(whole) + between + margin > console.width:
         margin = 0
-    widths = _shared_out(console.width - (1 if tight else 3) * between - margin, whole, least)
+    widths = _narrowed(console.width - (1 if tight else 3) * between - margin, whole, least)
     named = any(head.strip() for head in heads)
     grid = Grid(
         box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False,
@@ -128,13 +128,15 @@ def _pieces(column: list[Text], figures: bool) -> list[str]:
     return [piece for line in _lines(column) for piece in ([line] if figures else line.split())]
 
 
-def _shared_out(room: int, whole: list[int], least: list[int]) -> list[int] | None:
-    """Return the columns' widths from `least` to `whole`, by what each lacks; None if even the least have no room."""
-    spare, lack = room - sum(least), [most - fewest for most, fewest in zip(whole, least, strict=True)]
-    if spare < 0:
-        return None
-    share = min(1.0, spare / max(1, sum(lack)))
-    return [fewest + int(more * share) for fewest, more in zip(least, lack, strict=True)]
+def _narrowed(room: int, whole: list[int], least: list[int]) -> list[int] | None:
+    """Return the columns' widths: the widest give way first, none below its least. None if even these do not fit."""
+    widths = list(whole)
+    while sum(widths) > room:
+        wider = [i for i, width in enumerate(widths) if width > least[i]]
+        if not wider:
+            return None
+        widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths
 
 
 @_print.register
