@@ -213,7 +213,7 @@ def _view(name: str, found: dict[str, Any]) -> Document:
             units.bytes_(stage["at_scale_held_bytes"]),
             ", ".join(f"{part} {units.bytes_(size)}" for part, size in largest),
         ])  # fmt: skip
-    view.table(["stage", "rank", "rehearsed", "planned", "<", "one step at scale"], traffic)
+    view.table(["stage", "rank", "rehearsed", "planned", "<", "<one step at scale"], traffic)
     view.table(["stage", "held here", "planned here", "", "at scale", "<of which"], memory)
     view.text("At scale: this trainer in bf16, weights and moments in fp32.")
     view.text(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(found['peak_bytes']['value'])}")
