@@ -167,7 +167,7 @@ def _candidates(view: Document, more: More) -> None:
 
 def _ruled_out(view: Document, more: More) -> None:
     searched = more["searched"]
-    view.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
+    view.heading(f"Ruled out; of {searched['planned']:,} layouts planned, {searched['fitting']:,} fit")
     rows = []
     for constraint, counted in more["ruled_out"].items():
         unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]
