@@ -8,7 +8,5 @@ from typing import Annotated
 import typer
 
 Config = Annotated[Path, typer.Argument(help="A config file, such as examples/gpt-tiny.toml.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a config key; may be repeated.")
-]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key; repeatable.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -27,7 +27,7 @@ from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
 from ironlaw.model.partition import ComputePartition, Draw
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest, scopes_recorded
 from ironlaw.workload.kinds import COMPILED, EXPERT
 from ironlaw.workload.sections import FROZEN
 
@@ -176,6 +176,11 @@ def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, s
         inside = {module for block in blocks for module in block.modules()}
         names = {m: name for m, name in names.items() if m not in inside or name.startswith(EXPERT)}
     return names
+
+
+def scopes_of(model: nn.Module, compiled: bool) -> AbstractContextManager[None]:
+    """Returns a context in which a model's modules, and its functions if they are not compiled, push their scopes."""
+    return scopes_recorded(module_scopes(model, compiled), () if compiled else MODEL_FUNCTIONS)
 
 
 def _class_name(module: nn.Module) -> str:

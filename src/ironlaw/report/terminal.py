@@ -92,14 +92,16 @@ def _table(block: Table, console: Console) -> bool:
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
     heads = [block.columns[i].lstrip("<|~") for i in shown]
     cells = [[_text(row[i]) for row in rows] for i in shown]
-    is_figure = [i > 0 and not block.columns[i].startswith(("<", "|")) for i in shown]
-    whole = [max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True)]
-    split = [[*head.split(), *_pieces(*column)] for head, *column in zip(heads, cells, is_figure, strict=True)]
-    least = [max(map(cell_len, pieces), default=0) for pieces in split]
+    is_figure, whole, least = list[bool](), list[int](), list[int]()  # widths: of whole lines, of what is not broken
+    for i, head, column in zip(shown, heads, cells, strict=True):
+        is_figure.append(i > 0 and not block.columns[i].startswith(("<", "|")))
+        lines = [line for text in column for line in text.plain.split("\n")]
+        words = lines if is_figure[-1] else " ".join(lines).split()
+        whole.append(max(map(cell_len, [head, *lines])))
+        least.append(max(map(cell_len, [*head.split(), *words]), default=0))
     between, margin = len(shown) - 1, 2
-    tight = sum(whole) > console.width - 3 * between - margin and (
-        len(shown) > 6 or sum(least) > console.width - 3 * between - margin
-    )
+    room = console.width - 3 * between - margin
+    tight = sum(whole) > room and (len(shown) > 6 or sum(least) > room)
     if tight and sum(whole) + between + margin > console.width:
         margin = 0
     widths = _narrowed(console.width - (1 if tight else 3) * between - margin, whole, least)
@@ -117,15 +119,6 @@ def _table(block: Table, console: Console) -> bool:
     if block.caption:
         console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))
     return True
-
-
-def _lines(column: list[Text]) -> list[str]:
-    return [line for text in column for line in text.plain.split("\n")]
-
-
-def _pieces(column: list[Text], figures: bool) -> list[str]:
-    """Return what is not broken in a table that is too wide: figures, and words of text."""
-    return [piece for line in _lines(column) for piece in ([line] if figures else line.split())]
 
 
 def _narrowed(room: int, whole: list[int], least: list[int]) -> list[int] | None:
