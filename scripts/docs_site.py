@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def verbs() -> str:
-    from ironlaw.cli.main import VERBS, module_of
+    from ironlaw.cli.main import EXAMPLES, VERBS, module_of
 
     head = "Written from the command line itself: `ironlaw VERB --help` says the same. Every verb takes `--json`."
     parts = [f"# Verbs\n\n{head}\n"]
@@ -64,6 +64,8 @@ def verbs() -> str:
             )
         if callable(function) and not hasattr(function, "registered_commands"):
             parts.append(options(function))
+        if verb in EXAMPLES:
+            parts.append(f"Example: `ironlaw {EXAMPLES[verb]}`\n")
     return "\n".join(parts)
 
 
@@ -79,8 +81,9 @@ def options(function: Any) -> str:
         given = ", ".join(word for word in words if isinstance(word, str)) or "--" + name.strip("_").replace("_", "-")
         default = defaults[name].default
         shown = "" if default in (None, False, inspect.Parameter.empty) else f"`{default}`"
+        shown = info.show_default if isinstance(info.show_default, str) else shown
         what = given if is_option else info.metavar or name.upper()
-        rows.append((f"`{what}`", info.help or "", shown, f"`{unless_given(kind)}`"))
+        rows.append((f"`{what}`", info.help or "", shown, f"`{(is_option and info.metavar) or unless_given(kind)}`"))
     return table(("argument or option", "meaning", "default", "type"), rows)
 
 

@@ -196,11 +196,11 @@ def test_keys_that_nothing_reads_are_refused(tiny_config: Callable[..., RunConfi
     ("tables", "words"),
     [
         ({"schedule": {"step_every": 9}},
-         'schedule.step_every = 9 is not used: it belongs to schedule.kind = "step", and it is "cosine"'),
+         'schedule.step_every = 9 is not used: it belongs to schedule.kind = "step", not "cosine"'),
         ({"optimizer": {"name": "sgd", "beta2": 0.9}}, "beta2 = 0.9 is not used: it belongs to optimizer.name"),
         ({"communication": {"outer_lr": 0.5}}, "it belongs to communication.local_steps, which is not set"),
         ({"finetune": {"method": "none", "rank": 4}},
-         'finetune.rank = 4 is not used: it belongs to finetune.method = "lora" or "qlora"'),
+         'finetune.rank = 4 is not used: it belongs to finetune.method = "lora", "qlora"'),
         ({"data": {"end_of_text": "</s>"}}, "data.end_of_text = '</s>' is not used: it belongs to data.tokenizer"),
         ({"layout": {"shard": 2}}, "layout.shard = 2 is not used: it belongs to layout.zero, which is not set"),
     ],

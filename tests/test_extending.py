@@ -44,6 +44,12 @@ ADDED = {
         assert losses[2] < losses[0]
         held = [t for state in optimizer.state.values() for t in state.values()]
         assert sum(t.numel() * t.element_size() for t in held) == state_bytes(model_parameters(tiny()), config)
+        import pytest
+        test = f"{ROOT}/tests/train/test_optimizer.py::test_an_update_holds_what_is_planned[nadam]"
+        assert not pytest.main(["-q", "-p", "no:cacheprovider", "-n", "0", test])
+        from ironlaw.config import build_config
+        tables = {"model": {"name": "gpt2"}, "data": {"mock": True}, "optimizer": {"name": "nadam", "beta1": 0.8}}
+        assert not build_config(tables).unused_keys()
     """,
     "A number format": """
         from ironlaw.catalog.formats import number_format
@@ -74,6 +80,18 @@ ADDED = {
             assert saved_bytes(traced) - saved_bytes(listed) == 4  # the sum of the loss weights
             assert not sum((op.saved_bytes - op.frees_saved_bytes) * op.repeat for op in listed)
             assert total_flops(listed) == total_flops(traced)
+        from ironlaw.serve.config import ServeConfig
+        from ironlaw.serve.engine import Engine
+        from ironlaw.serve.loading import prepare
+        from ironlaw.serve.request import SamplingParams
+        model, answer, config = Decoder(gated).eval(), [7, 9, 3], ServeConfig(device="cpu")
+        for block in model.blocks:
+            for layer in block.attention.children():
+                torch.nn.init.normal_(layer.weight)
+        while len(answer) < 9:
+            answer.append(int(model(torch.tensor([answer]))[0, -1].argmax()))
+        served = Engine(prepare(model, config, "gated"), config)
+        assert list(served.stream(answer[:3], SamplingParams(max_tokens=6, temperature=0))) == answer[3:]
     """,
     "A kind of parallelism": """
         from ironlaw.api import plan
@@ -114,7 +132,8 @@ ADDED = {
         assert found == ["0"] and rule.measure(run) >= rule.minimum
     """,
 }
-COMMON = """
+COMMON = f"""
+ROOT = {str(ROOT)!r}
 import torch
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.transformer import Transformer as Decoder

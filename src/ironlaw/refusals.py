@@ -6,7 +6,7 @@ from typing import Any
 
 from ironlaw.catalog.formats import precision_recipe
 from ironlaw.schema import Refusals
-from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, leaves_no_matrix
+from ironlaw.workload.optimizers import MATRIX_OPTIMIZERS, USED_BY, leaves_no_matrix
 
 Run = Any
 """A `RunConfig`, untyped because its module imports this one."""
@@ -145,7 +145,6 @@ def _rounds(run: Run) -> bool:
     return run.train.precision != "auto" and precision_recipe(run.train.precision) is not None
 
 
-_ADAM = ("adam", "adamw", "adam8bit", "galore", "muon", "paged_adamw", "paged_adam8bit")  # galore, muon: for the rest
 _ADAPTERS = ("lora", "qlora", "dora")
 _DECAYING = ("cosine", "linear", "inverse_sqrt", "exponential", "step", "wsd")
 USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -153,10 +152,7 @@ USED_WITH: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("schedule.kind", ("wsd",), "schedule: decay_fraction"),
     ("schedule.kind", _DECAYING, "schedule: min_lr_fraction"),
     ("schedule.lr_scaling", ("linear", "sqrt"), "schedule: reference_batch"),
-    ("optimizer.name", _ADAM, "optimizer: beta1"),
-    ("optimizer.name", ("rmsprop", *_ADAM), "optimizer: beta2 eps"),
-    ("optimizer.name", ("momentum", "muon"), "optimizer: momentum"),
-    ("optimizer.name", ("galore",), "optimizer: rank projection_steps projection_scale"),
+    *(("optimizer.name", names, f"optimizer: {key}") for key, names in USED_BY.items()),
     ("finetune.method", _ADAPTERS, "optimizer: adapter_lr_scale"),
     ("finetune.method", _ADAPTERS, "finetune: rank alpha dropout targets modules_to_save start_from"),
     ("train.precision", ("fp16", "auto"), "scaler: initial growth growth_steps backoff"),
@@ -184,8 +180,8 @@ def unused_keys(run: Run) -> list[str]:
         chosen, unset = _value(run, choice)
         if chosen in values if values else chosen != unset:
             continue
-        wanted = " or ".join(f'"{value}"' for value in values)
-        reason = f'{choice} = {wanted}, and it is "{chosen}"' if values else f"{choice}, which is not set"
+        wanted = ", ".join(f'"{value}"' for value in values)
+        reason = f'{choice} = {wanted}, not "{chosen}"' if values else f"{choice}, which is not set"
         section, *names = keys.replace(":", "").split()
         for key in (f"{section}.{name}" for name in names):
             given, default = _value(run, key)

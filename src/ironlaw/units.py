@@ -107,6 +107,10 @@ def count(value: float | None) -> str:
     return NOT_KNOWN if value is None else f"{value:,.0f}"
 
 
+def token_rate(value: float | None) -> str:
+    return NOT_KNOWN if value is None else f"{tokens(value)} tokens/s"
+
+
 def percent(fraction: float | None, digits: int = 1) -> str:
     return NOT_KNOWN if fraction is None else f"{100 * fraction:.{digits}f}%"
 

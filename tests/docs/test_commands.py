@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from ironlaw.cli.main import EXAMPLES
+
 from ..conftest import environment
 from .conftest import environment_with
 from .test_names import config_keys, options_of
@@ -69,7 +71,9 @@ def sketched() -> set[str]:
     return {re.sub(r" +#.*|[\[\]]", "", command).strip() for command in itertools.chain(*found)}
 
 
-@pytest.mark.parametrize("command", sorted({*commands(), *sketched()}))
+@pytest.mark.parametrize(
+    "command", sorted({*commands(), *sketched(), *(f"ironlaw {example}" for example in EXAMPLES.values())})
+)
 def test_every_command_has_options_that_there_are(command: str) -> None:
     """Its verb and every option's name."""
     words = shlex.split(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,15 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     # GitHub begins a list right below a paragraph, the site does not.
     joined = re.findall(r"^(?![-*#|> ]|\d+\. )\S.*\n(?:[-*]|\d+\.) .*", text, flags=re.M)
     assert not joined, f"{page.name}: an empty line is missing above the list {joined}"
+
+
+def test_every_rule_of_diagnosis_is_on_its_page() -> None:
+    """With its axis, and its threshold where that is a share of time."""
+    rules = tomllib.loads((ROOT / "src" / "ironlaw" / "explain" / "rules.toml").read_text("utf-8"))
+    rows = re.findall(r"^\| (`.*`) \| (\w+) \| ([^|]+) \|", (ROOT / "docs" / "explain.md").read_text("utf-8"), re.M)
+    listed = {name: (axis, begins) for names, axis, begins in rows for name in re.findall(r"`(\w+)`", names)}
+    assert listed.keys() == rules.keys()
+    for name, (axis, begins) in listed.items():
+        share = re.match(r"(\d+)%", begins)
+        assert axis == rules[name].get("axis", "algorithm"), name
+        assert share is None or int(share[1]) == round(100 * rules[name].get("threshold", 0.5)), name

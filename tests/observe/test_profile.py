@@ -35,8 +35,8 @@ FAMILIES = {"gpt": GPT, "llama": LLAMA, "qwen": LLAMA | {"qk_norm": True}}
 LATENT = {"query_rank": 96, "key_value_rank": 80, "plain_size": 24, "rotary_size": 8, "value_size": 20}
 EXPERTS = {
     "latent": LLAMA | {"kv_heads": None, "latent": LATENT},
-    "dense first": LLAMA | {"moe": MOE | {"dense_layers": 1}},
-    "gelu": GPT | {"bias": False, "moe": MOE},
+    "dense first, capped": LLAMA | {"moe": MOE | {"dense_layers": 1}, "attention_cap": 30.0},
+    "gelu, dropout": GPT | {"bias": False, "moe": MOE, "dropout": 0.1},
     "llama native": LLAMA | {"context": 160},
 }
 
@@ -45,8 +45,8 @@ EXPERTS = {
     scope="module",
     params=[
         *((f, p) for f in FAMILIES for p in ("fp32", "bf16")),
-        ("dense first", "fp32"),
-        ("gelu", "bf16"),
+        ("dense first, capped", "fp32"),
+        ("gelu, dropout", "bf16"),
         ("latent", "fp32"),
         ("latent", "bf16"),
         ("llama native", "fp32"),

@@ -41,7 +41,7 @@ def views(plan: Ledger, document: dict[str, Any]) -> dict[str, Document]:
 
 
 @pytest.mark.parametrize("name", ["plan", "why", "explanation", "profile"])
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [72, 80, 120])
 def test_nothing_is_cut_off(views: dict[str, Document], name: str, width: int) -> None:
     text = printed(views[name], width)
     assert "…" not in text and "..." not in text
@@ -123,7 +123,7 @@ def test_missed_promises_are_words_not_only_colour(document: dict[str, Any]) -> 
 def test_profile_rates_carry_units() -> None:
     text = printed(profile_view(make_profile(bf16_factor=5), {"compute": 1.12}))
     assert re.search(r"(100(\.0)?|99\.\d) GFLOP/s", text) and re.search(r"(500|49\d) GFLOP/s", text)
-    assert "20.0 GB/s" in text and "1.00 Mtoken/s" in text and "1.12 x" in text
+    assert "20.0 GB/s" in text and "1.00M tokens/s" in text and "1.12 x" in text
     assert "120 GB/s" in text  # add: three fp32 tensors of 1e7 elements in 1 ms
 
 

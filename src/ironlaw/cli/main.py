@@ -59,6 +59,26 @@ PANELS = {
     },
 }
 VERBS = {verb: about for panel in PANELS.values() for verb, about in panel.items()}
+# Verb -> what its help ends with, a command that works as it stands or with a run or config of the user's.
+EXAMPLES = {
+    "plan": "plan llama3-8b --on 64xh100-sxm-80gb --tokens 160B",
+    "catalog": "catalog h100-sxm-80gb",
+    "formats": "formats nvfp4",
+    "validate": "validate runs.csv --html record.html",
+    "calibrate": "calibrate runs.csv --as my-cluster",
+    "rehearse": 'rehearse llama3-8b --on 64xh100-sxm-80gb --layout "dp=8 tp=8 zero=1 sp=1"',
+    "train": "train examples/gpt-tiny.toml --out runs/demo --set train.steps=200",
+    "distil": "distil examples/gpt-tiny.toml --teacher runs/demo --out runs/student",
+    "launch": "launch config.toml --on slurm --nodes 16 --time 4:00:00",
+    "runs": "runs --sort validation_loss",
+    "explain": "explain runs/demo",
+    "tune": "tune examples/gpt-tiny.toml --budget 15min",
+    "serve": "serve runs/demo --port 8000",
+    "bench": "bench http://127.0.0.1:8000 --rate 4 --requests 100 --out runs/load",
+    "generate": 'generate runs/demo --prompt "def "',
+    "compress": "compress runs/demo --to int4 --method gptq",
+    "export": "export runs/demo --to hf",
+}
 # Verb -> its module, where the names differ.
 ELSEWHERE = {
     "distil": "train", "launch": "train", "calibrate": "validate", "generate": "serve", "bench": "serve",
@@ -121,7 +141,8 @@ def build_app(called: str | None) -> typer.Typer:
                 command.cls = Verb
             app.add_typer(function, name=verb, help=VERBS[verb], rich_help_panel=panel)
         else:
-            app.command(verb, help=VERBS[verb], cls=Verb, rich_help_panel=panel)(function)
+            example = f"Example: ironlaw {EXAMPLES[verb]}" if verb in EXAMPLES else None
+            app.command(verb, help=VERBS[verb], epilog=example, cls=Verb, rich_help_panel=panel)(function)
     return app
 
 

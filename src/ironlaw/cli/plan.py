@@ -42,7 +42,10 @@ def plan(
     ] = None,
     optimizer: Annotated[
         str | None,
-        Option(help="adamw, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon or paged_adamw."),
+        Option(
+            help="adamw (unless given), adam, sgd, momentum, rmsprop, adafactor, adam8bit, galore, muon, paged_adamw "
+            "or paged_adam8bit."
+        ),
     ] = None,
     engine: Annotated[
         str | None,
@@ -188,7 +191,7 @@ def _view(name: str, found: dict[str, Any]) -> Document:
             units.bytes_(stage["at_scale_held_bytes"]),
             ", ".join(f"{part} {units.bytes_(size)}" for part, size in largest),
         ])  # fmt: skip
-    view.table(["stage", "rank", "rehearsed", "planned", "<", "one step at scale"], traffic)
+    view.table(["stage", "rank", "rehearsed", "planned", "<", "<one step at scale"], traffic)
     view.table(["stage", "held here", "planned here", "", "at scale", "<of which"], memory)
     view.text("At scale: this trainer in bf16, weights and moments in fp32.")
     view.text(f"Planned peak of a rank by `ironlaw plan`: {units.bytes_(found['peak_bytes']['value'])}")

@@ -25,7 +25,9 @@ def serve(
     path: Annotated[Path, Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
     port: Annotated[int | None, Option(help="Port; 0 takes a free one, 8000 unless given.", min=0, max=65535)] = None,
     host: Annotated[str | None, Option(help="Address to listen on; 127.0.0.1 unless given.")] = None,
-    settings: Annotated[list[str] | None, Option("--set", help="Set a key: serve.key=value; may be repeated.")] = None,
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="serve.KEY=VALUE", help="Override a setting; may be repeated.")
+    ] = None,
     config: Annotated[Path | None, Option(help="A file of settings, as `tune --serve` writes it.")] = None,
     engine: Annotated[str, Option(help="Engine: ironlaw, or vllm in a process of its own.")] = "ironlaw",
     json: Annotated[bool, Option("--json", help="Print one line of JSON with the url when ready.")] = False,
@@ -74,7 +76,7 @@ def serve(
 
 def generate(
     run: Annotated[Path, Argument(help="A run directory with a checkpoint, or a Hugging Face directory.")],
-    prompt: Annotated[str, Option(help="Text to continue.")] = "\n",
+    prompt: Annotated[str, Option(help="Text to continue.", show_default="a line break")] = "\n",
     tokens: Annotated[int, Option(help="How many tokens to add.", min=1)] = 120,
     temperature: Annotated[
         float, Option(help="Randomness of the choice; 0 takes the likeliest token every time.", min=0.0)

@@ -231,11 +231,19 @@ def compiled_blocks(
     return [CompiledBlock(block, native, cache) for block, cache in zip(model.blocks, caches, strict=True)]
 
 
+# Switches of a model that `decode.c` computes, or that have no effect within a block.
+_COMPILED_SWITCHES = {
+    "parallel_norms", "norm_bias", "norm_weight", "out_bias", "ffn_bias", "rotary_size", "full_every", "full_offset",
+    "full_first", "rope_theta_local", "rope_short", "rope_long", "unrotated_every", "attention_cap", "attention_sinks",
+    "residual_scale", "attention_scale", "embedding_norm", "embedding_scale", "head_bias", "logit_cap", "logit_scale",
+}  # fmt: skip
+
+
 def _is_known(block: Any, native: Native) -> bool:
     attention, ffn = block.attention, block.ffn
     if type(attention) is not Attention or not isinstance(ffn, FeedForward | PackedFeedForward):
         return False
-    if attention.config.qk_norm or attention.config.qkv_clip or block.attention_after:
+    if attention.config.qk_norm or not _COMPILED_SWITCHES.issuperset(attention.config.switched):
         return False
     layers = (attention.qkv, attention.out, ffn.up, ffn.down, ffn.gate)
     weights: list[Weight | None] = [getattr(layer, "held", None) for layer in layers if layer is not None]

@@ -21,11 +21,13 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 from ironlaw.ledger import Key, Kind, Line, Phase
+from ironlaw.model import transformer
 from ironlaw.model.adapters import LayerAdapters
 from ironlaw.model.packed import PackedNorm, ReadOnlyLinear
+from ironlaw.model.partition import ComputePartition, Draw
 from ironlaw.observe.events import DEVICE, Allocation, Event, recorded_allocations, recorded_events
 from ironlaw.observe.memory_peak import KnownStorages, find_peak
-from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest
+from ironlaw.observe.spans import BACKWARD_NODE, FUSED, MODULE_SCOPE, Span, StepSums, nest, scopes_recorded
 from ironlaw.workload.kinds import COMPILED, EXPERT
 from ironlaw.workload.sections import FROZEN
 
@@ -61,7 +63,15 @@ _LINEARS = frozenset({
     "qkv", "attention_out", "ffn_gate", "ffn_up", "ffn_down", "head", "expert_gate", "expert_up", "expert_down",
     "shared_ffn_gate", "shared_ffn_up", "shared_ffn_down", "query_down", "query_up", "latent_down", "latent_up",
 })  # fmt: skip
-_CACHED = {"attention": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}  # scopes of serving, whatever runs in them
+# Of scopes in which all work is of one kind.
+_KIND_OF_SCOPE = {"attention": Kind.ATTENTION, "mask": Kind.ATTENTION, "cache": Kind.ELEMENTWISE}
+# Parts of a model that are functions, not modules: attention may be one kernel or many operations.
+MODEL_FUNCTIONS = (
+    *((owner, name, f"{MODULE_SCOPE}attention") for owner, name in (
+        (transformer, "attend"), (ComputePartition, "attend"), (Draw, "attention"),
+    )),
+    (transformer.Transformer, "attention_mask", f"{MODULE_SCOPE}mask"), (Draw, "residual", f"{MODULE_SCOPE}dropout"),
+)  # fmt: skip
 _QK_NORMS = {"query_norm": "qk_norm", "key_norm": "qk_norm"}
 # Autograd functions of our own, which no module's scope tells apart.
 _FUNCTIONS = {"Dispatch": "dispatch", "Combine": "combine"}
@@ -75,7 +85,7 @@ _NODE_SCOPES = {
 
 _LAST_OF_UNIT = {"embedding": "embedding", "head": "head", "experts": "expert_down"}  # where FSDP gathers by itself
 
-_NAMED = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, PackedNorm, ReadOnlyLinear)
+_NAMED = (nn.Linear, nn.Embedding, nn.Dropout, nn.LayerNorm, nn.RMSNorm, PackedNorm, ReadOnlyLinear)
 # Where a module computes something itself, outside its named children.
 _OWN_WORK: dict[str, dict[Kind | None, str]] = {
     "Attention": {Kind.ATTENTION: "attention", None: "rotary"},
@@ -166,6 +176,11 @@ def module_scopes(model: nn.Module, compiled: bool = False) -> dict[nn.Module, s
         inside = {module for block in blocks for module in block.modules()}
         names = {m: name for m, name in names.items() if m not in inside or name.startswith(EXPERT)}
     return names
+
+
+def scopes_of(model: nn.Module, compiled: bool) -> AbstractContextManager[None]:
+    """Returns a context in which a model's modules, and its functions if they are not compiled, push their scopes."""
+    return scopes_recorded(module_scopes(model, compiled), () if compiled else MODEL_FUNCTIONS)
 
 
 def _class_name(module: nn.Module) -> str:
@@ -279,8 +294,8 @@ def _classify(span: Span) -> tuple[Kind, str]:
         if kind is Kind.ELEMENTWISE and not span.inside.startswith(BACKWARD_NODE):
             return kind, span.scope
         span.scope = span.scope.removesuffix(_DEQUANTISES)
-    if span.scope in _CACHED:
-        return _CACHED[span.scope], span.scope
+    if span.scope in _KIND_OF_SCOPE:
+        return _KIND_OF_SCOPE[span.scope], span.scope
     if span.scope in _FUNCTIONS.values():
         return Kind.ATTENTION if span.scope == "attention" else Kind.ELEMENTWISE, span.scope
     if span.scope in _OWN_WORK:

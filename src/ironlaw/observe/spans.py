@@ -10,7 +10,7 @@ import functools
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +66,9 @@ class Span:
 
 
 @contextmanager
-def scopes_recorded(names: Mapping[nn.Module, str]) -> Iterator[None]:
-    """Push a scope with its name around every module's forward while recording; removed afterwards."""
+def scopes_recorded(names: Mapping[nn.Module, str], functions: Iterable[tuple[Any, str, str]] = ()) -> Iterator[None]:
+    """Push a scope with its name around every module's forward while recording; removed afterwards. The same around
+    `functions`: what has each, its name there, and the whole name of its scope."""
     open_scopes: list[Any] = []
 
     def enter(name: str) -> Any:
@@ -86,6 +87,10 @@ def scopes_recorded(names: Mapping[nn.Module, str]) -> Iterator[None]:
             handles.callback(module.register_forward_pre_hook(enter(name)).remove)
             # Always: a recomputation leaves a block as soon as it has what the backward pass needs, by an exception.
             handles.callback(module.register_forward_hook(leave, always_call=True).remove)
+        for owner, attribute, scope in functions:
+            original = getattr(owner, attribute)
+            setattr(owner, attribute, record_function(scope)(original))
+            handles.callback(setattr, owner, attribute, original)
         yield
 
 

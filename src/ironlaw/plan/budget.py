@@ -163,7 +163,7 @@ def _host_watts(cluster: Cluster) -> tuple[float, str]:
             share = min(1.0, cluster.count / candidate.accelerators)  # a job on part of a host counts that part
             words = f"hosts at {HOST_SHARE[0]:.0%} of {candidate.host_watts.value:,.0f} W ({candidate.product})"
             return candidate.host_watts.value * share, words
-    return 0.0, f"hosts are not counted: what a {cluster.node.product} draws is not known"
+    return 0.0, f"hosts are not counted: the power of {cluster.node.product} is not known"
 
 
 def _overhead(text: str | None) -> tuple[float, str]:

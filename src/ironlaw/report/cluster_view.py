@@ -113,7 +113,7 @@ def _hardware(view: Document, hardware: More | None) -> None:
     view.heading(f"Hardware within the limits, {hardware['sought']} first")
     view.table(
         ["<accelerators", "total time", "rent", "step", "<layout"],
-        [[Cell(f"{row['accelerators']:,} x {row['product']}", "strong" if first else ""),
+        [[Cell(f"{row['accelerators']:,} × {row['product']}", "strong" if first else ""),
           units.seconds(row["total_seconds"]), units.dollars(row["rent_usd"]), units.seconds(row["step_seconds"]),
           row["layout"]] for row, first in ((row, row is hardware["rows"][0]) for row in hardware["rows"])],
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _candidates(view: Document, more: More) -> None:
 
 def _ruled_out(view: Document, more: More) -> None:
     searched = more["searched"]
-    view.heading(f"Ruled out, of {searched['planned']:,} layouts planned {searched['fitting']:,} fit")
+    view.heading(f"Ruled out; of {searched['planned']:,} layouts planned, {searched['fitting']:,} fit")
     rows = []
     for constraint, counted in more["ruled_out"].items():
         unit = counted["unit"].replace("s", "", 1) if counted["count"] == 1 else counted["unit"]

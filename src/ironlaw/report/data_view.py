@@ -110,30 +110,28 @@ def _shortened(text: str) -> str:
 
 def supply_words(supply: dict[str, Any]) -> str:
     """Describe a plan's `data_supply`: the rates of the loader's stages against what the step consumes."""
-    demand = f"the step demands {units.rate(supply['demand_tokens_per_second'], 'token')}"
+    demand = f"the step demands {units.token_rate(supply['demand_tokens_per_second'])}"
     if not any(supply["stage_tokens_per_second"].values()):
         return f"{demand}; what the loader can supply is {supply['basis']}."
     rates = ", ".join(
-        f"{stage} {'not measured' if rate is None else units.rate(rate, 'token')}"
+        f"{stage} {'not measured' if rate is None else units.token_rate(rate)}"
         for stage, rate in supply["stage_tokens_per_second"].items()
     )
     whole = supply["supply_tokens_per_second"]
-    can = "" if whole is None else f"the loader can supply {units.rate(whole, 'token')}; "
+    can = "" if whole is None else f"the loader can supply {units.token_rate(whole)}; "
     times = supply["times_demand"]
     verdict = ""
-    if times is not None:
-        verdict = (
-            f" {times:,.1f} times the demand." if times >= 1 else f" The step would wait: {times:.2f} of the demand."
-        )
+    if times is not None and times < 1:
+        verdict = f" The step would wait: {times:.2f} of the demand."
+    elif times is not None:
+        verdict = f" {times:,.{0 if times >= 10 else 1}f} times the demand."
     return f"{demand}; {can}{rates} ({supply['basis']}).{verdict}"
 
 
 def loaded_words(data: dict[str, Any]) -> str:
     """Describe a run's `data`: the loader's rates, and how long the steps waited for it."""
-    stages = ", ".join(
-        f"{stage} {units.rate(rate, 'token')}" for stage, rate in data["stage_tokens_per_second"].items()
-    )
-    words = f"the loader could deliver {units.rate(data['tokens_per_second'], 'token')} ({stages})"
+    stages = ", ".join(f"{stage} {units.token_rate(rate)}" for stage, rate in data["stage_tokens_per_second"].items())
+    words = f"the loader could deliver {units.token_rate(data['tokens_per_second'])} ({stages})"
     if data.get("slowest_stage"):
         words += f", {data['slowest_stage']} the slowest stage"
     words += f"; the steps of the last session waited {units.seconds(data['wait_seconds'])} for it in all"

@@ -24,7 +24,7 @@ TOTALS: dict[str, tuple[str, Print]] = {
     "flops_per_step": ("FLOPs per step", _flop),
     "flops_per_step_unmasked": ("FLOPs, causal mask ignored", _flop),
     "step_seconds": ("Step time", units.seconds),
-    "tokens_per_second": ("Throughput", lambda v: f"{units.tokens(v)} tokens/s"),
+    "tokens_per_second": ("Throughput", units.token_rate),
     "mfu": ("MFU", units.percent),
     "mfu_palm": ("MFU, PaLM's convention", units.percent),
     "mfu_6nd": ("MFU, 6 N D", units.percent),

@@ -72,7 +72,7 @@ def _title(view: Document, facts: Mapping[str, Any]) -> None:
         f"{facts['threads']} threads" if facts.get("device") == "cpu" and "threads" in facts else "",
         f"machine measured {facts['measured'][:10]}" if facts.get("measured") else "",
     ]
-    count = f"{facts['accelerators']:,} x " if facts.get("accelerators", 1) > 1 else ""
+    count = f"{facts['accelerators']:,} × " if facts.get("accelerators", 1) > 1 else ""
     name = f"Plan of {model.get('name', 'a model')} on {count}{facts.get('machine', 'this machine')}"
     view.title(name, below=", ".join(filter(None, shape)))
 

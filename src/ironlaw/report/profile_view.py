@@ -54,7 +54,7 @@ def _singles(view: Document, profile: Any, slowdown: Mapping[str, float]) -> Non
         ("Copy", profile.copy_bytes_per_second, _bytes_rate, "read plus written"),
         ("Small operation", profile.small_operation_seconds, units.seconds, small),
         ("Storage read", profile.storage_bytes_per_second, _bytes_rate, "not in the page cache"),
-        ("Tokenizer", profile.tokenizer_tokens_per_second, lambda v: units.rate(v, "token"), "all threads"),
+        ("Tokenizer", profile.tokenizer_tokens_per_second, units.token_rate, "all threads"),
         *((f"Interference, {kind}", ratio, "{:.2f} x".format, "typical time over the best; neighbours, other programs")
           for kind, ratio in slowdown.items()),
     )  # fmt: skip

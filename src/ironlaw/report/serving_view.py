@@ -45,7 +45,7 @@ _TIMES = {
 def serving_view(ledger: Ledger, more: dict[str, Any]) -> Document:
     view, served = Document(), more["served"]
     asked = ", ".join(f"{key} {_asked(key, value)}" for key, value in ledger.facts["request"].items() if value)
-    title = f"{ledger.facts['name']} served by {served['engine']} on {served['devices']} x {served['product']}"
+    title = f"{ledger.facts['name']} served by {served['engine']} on {served['devices']} × {served['product']}"
     title += f": {served['layout']}, weights {served['weights']}, cache {served['kv']}"
     view.title(title, below=asked)
     if not ledger.facts["fits"]:
@@ -128,7 +128,7 @@ def _frontier(view: Document, points: list[dict[str, Any]]) -> None:
 def _candidates(view: Document, more: dict[str, Any]) -> None:
     view.heading("Next cheapest, each loaded as far as the limits allow")
     rows = [
-        [f"{one['devices']} x {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
+        [f"{one['devices']} × {one['device']}", one["weights"], one["layout"], units.dollars(one["usd_per_hour"]),
          units.dollars(one["usd_per_million_tokens"]), units.seconds(one["tpot_seconds"])]
         for one in [more["chosen"], *more["candidates"]]
     ]  # fmt: skip

@@ -78,24 +78,33 @@ def _print(block: Block, console: Console) -> bool:
 
 
 def _print_table(block: Table, console: Console) -> None:
-    """Print a table. If it is too wide, text wraps but figures stay whole, and seven or more columns lose padding."""
+    """Print a table. If it is too wide, text wraps between words and figures stay whole; it loses padding if that does
+    not fit, or if it has seven or more columns. If words do not fit either, they are broken."""
     rows = [*block.rows, *([block.total] if block.total else [])]
     shown = [i for i, name in enumerate(block.columns) if name != BAR or console.width >= ROOM_FOR_BARS]
     heads = [block.columns[i].lstrip("<|~") for i in shown]
     cells = [[_text(row[i]) for row in rows] for i in shown]
-    whole = sum(max(map(cell_len, [head, *_lines(column)])) for head, column in zip(heads, cells, strict=True))
-    is_wide = whole + 3 * (len(shown) - 1) + 2 > console.width
-    tight = is_wide and len(shown) > 6
-    margin = 0 if tight and whole + len(shown) + 1 > console.width else 2
+    is_figure, whole, least = list[bool](), list[int](), list[int]()  # widths: of whole lines, of what is not broken
+    for i, head, column in zip(shown, heads, cells, strict=True):
+        is_figure.append(i > 0 and not block.columns[i].startswith(("<", "|")))
+        lines = [line for text in column for line in text.plain.split("\n")]
+        words = lines if is_figure[-1] else " ".join(lines).split()
+        whole.append(max(map(cell_len, [head, *lines])))
+        least.append(max(map(cell_len, [*head.split(), *words]), default=0))
+    between, margin = len(shown) - 1, 2
+    room = console.width - 3 * between - margin
+    tight = sum(whole) > room and (len(shown) > 6 or sum(least) > room)
+    if tight and sum(whole) + between + margin > console.width:
+        margin = 0
+    widths = _narrowed(console.width - (1 if tight else 3) * between - margin, whole, least)
     named = any(head.strip() for head in heads)
     grid = Grid(
         box=box.SIMPLE_HEAD if named else None, pad_edge=False, padding=(0, 0 if tight else 1), show_edge=False,
         header_style="dim", show_header=named,
     )  # fmt: skip
-    for i, head, column in zip(shown, heads, cells, strict=True):
-        is_figure = i > 0 and not block.columns[i].startswith(("<", "|"))
-        width = max(map(cell_len, [*head.split(), *_lines(column)]), default=0) if is_figure and is_wide else None
-        grid.add_column(Text(head), justify="right" if is_figure else "left", overflow="fold", width=width)
+    for head, figure, width, narrow in zip(heads, is_figure, widths or whole, least, strict=True):
+        fixed = width if widths else narrow if figure else None  # else words are broken, figures not
+        grid.add_column(Text(head), justify="right" if figure else "left", overflow="fold", width=fixed)
     for row in zip(*cells, strict=True):
         grid.add_row(*row)
     console.print(Padding(grid, (0, 0, 0, margin)))
@@ -103,8 +112,15 @@ def _print_table(block: Table, console: Console) -> None:
         console.print(Padding(_wrapped(Text(block.caption, style="dim")), (0, 0, 0, 2)))
 
 
-def _lines(column: list[Text]) -> list[str]:
-    return [line for text in column for line in text.plain.split("\n")]
+def _narrowed(room: int, whole: list[int], least: list[int]) -> list[int] | None:
+    """Return the columns' widths: the widest give way first, none below its least. None if even these do not fit."""
+    widths = list(whole)
+    while sum(widths) > room:
+        wider = [i for i, width in enumerate(widths) if width > least[i]]
+        if not wider:
+            return None
+        widths[max(wider, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def _text(piece: Piece) -> Text:

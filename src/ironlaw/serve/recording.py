@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,11 +53,7 @@ class Recording:
         self.wanted[phase] -= 1
         with ExitStack() as stack:
             recorded = stack.enter_context(torch.profiler.profile())
-            stack.enter_context(scopes_recorded(module_scopes(model)))
-            for owner, method, name in _SCOPES:
-                original = getattr(owner, method)
-                setattr(owner, method, _record_as(name, original))
-                stack.callback(setattr, owner, method, original)
+            stack.enter_context(scopes_recorded(module_scopes(model), _SCOPES))
             stack.enter_context(scope(STEP_SCOPE))
             stack.enter_context(scope(f"{PHASE_SCOPE}{phase}"))
             yield
@@ -72,12 +66,3 @@ class Recording:
     def lines(self) -> list[Line]:
         """Return the operations of one step."""
         return [self._lines[key] for key in sorted(self._lines)]
-
-
-def _record_as(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(*arguments: Any, **named: Any) -> Any:
-        with scope(name):
-            return method(*arguments, **named)
-
-    return call

@@ -32,8 +32,7 @@ from ironlaw.observe.clock import StepClock, StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor
 from ironlaw.observe.measured import Observations, warmup_steps
-from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, module_scopes, profiled, read_profile, scope
-from ironlaw.observe.spans import scopes_recorded
+from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, profiled, read_profile, scope, scopes_of
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpoint import RandomState, Stateful, seed_everything
 from ironlaw.train.checkpointer import Checkpointer
@@ -257,8 +256,7 @@ class Trainer:
         finished: list[StepTimes] = []
         persistent = self.one_step.persistent_bytes()
         model = self.one_step.model
-        named = scopes_recorded(module_scopes(model, self.compiled))
-        with named, self.observer.recording(), profiled(self.device.type) as recorded:
+        with scopes_of(model, self.compiled), self.observer.recording(), profiled(self.device.type) as recorded:
             for _ in range(count):
                 finished.append(self._timed_step(batches, recording=True))
                 self._after_step(finished[-1], recorded=True)

@@ -30,6 +30,17 @@ OptimizerName = Literal[
 ]  # fmt: skip
 MATRIX_OPTIMIZERS = ("galore", "muon")  # for the matrices of the blocks; AdamW updates the rest
 ELEMENTWISE = ("sgd", "momentum", "rmsprop", "adam", "adamw")  # update a part of a tensor like the whole
+# Those of Adam's moments: galore and muon for the tensors that are no matrices.
+_ADAM = (
+    "adam", "adamw", "adam8bit", "galore", "muon", "paged_adamw", "paged_adam8bit",
+)  # fmt: skip
+# Hyperparameter -> the optimizers that use it.
+USED_BY: dict[str, tuple[str, ...]] = {
+    "beta1": _ADAM,
+    **dict.fromkeys(("beta2", "eps"), ("rmsprop", *_ADAM)),
+    "momentum": ("momentum", "muon"),
+    **dict.fromkeys(("rank", "projection_steps", "projection_scale"), ("galore",)),
+}
 
 # State that CUDA moves to the host page by page when the device is full (QLoRA, arXiv 2305.14314, section 3).
 PAGED = dict.fromkeys(("paged_adamw", "paged_adam8bit"), "leaves for the host where the device is full")

@@ -212,7 +212,7 @@ def hardware_of(acc: Accelerator) -> Hardware:
     wanted = {"memory_bytes_per_second": acc.memory_bytes_per_second, "compute_units": units}
     for name, value in wanted.items():
         if value is None:
-            raise UserError(f"{name} of {acc.name} is not known: a plan needs it")
+            raise UserError(f"a plan needs {name} of {acc.name}, which is not known: choose another accelerator")
     assert acc.memory_bytes_per_second and units
     peaks = {dtype: value.value for dtype, value in acc.peak_flops_per_second.items()}
     return Hardware(
