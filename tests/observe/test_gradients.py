@@ -433,12 +433,12 @@ def test_a_model_that_is_differentiated_by_its_inputs_has_no_idle_gradients_and_
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
-    model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, rows, graph = nn.Linear(16, 16), nn.Embedding(64, 16, sparse=True), torch.eye(64).to_sparse()
+    optimizer = torch.optim.SGD([*model.parameters(), *rows.parameters()], lr=0.1)
     model.weight.register_hook(lambda g: g.repeat(300, 1).flatten().sort().values[: g.numel()].view_as(g))  # HOOK
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
-            torch.sparse.mm(graph, model(torch.randn(64, 16))).square().mean().backward()
+            torch.sparse.mm(graph, model(rows(torch.arange(64)))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     slow = facts_of(tmp_path / "run")["operation_slow"]

@@ -283,9 +283,8 @@ class CloseLook(TorchDispatchMode):
 
     def update_begins(self, parameters: Iterable[Tensor]) -> None:
         """Gradients that the loop has put together itself are read by this update."""
-        for parameter in parameters if self._is_looking else ():
-            if parameter.grad is not None:
-                self._read.add(self._made_by.get(parameter.grad.data_ptr(), ""))
+        gradients = dense([p.grad for p in parameters]) if self._is_looking else []
+        self._read |= {self._made_by.get(gradient.data_ptr(), "") for gradient in gradients}
 
     def _unread(self) -> set[str]:
         """Returns the lines of which nothing reaches one that is read."""
