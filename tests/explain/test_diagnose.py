@@ -11,6 +11,7 @@ from synthetic import make_config, make_profile, make_run
 from ironlaw.explain.diagnose import RULES, Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
+from ironlaw.explain.measures import LOOP_SECONDS, MEASURES
 from ironlaw.explain.rule import Axis, Tier
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
@@ -241,6 +242,24 @@ def test_a_slight_share_of_the_loop_is_named_behind_what_is_a_cause(plan: Ledger
     checks = {"values_unread": {"part": 0.01, "place": "a.py:4"}}
     found = verdict(plan, phases=slight, facts=checks, gains={"precision": 0.3}).findings
     assert [f.rule for f in found][:3] == ["values_unread", "host_bound", "precision"]
+
+
+def test_a_symptom_is_weighed_against_causes_in_its_own_phases(plan: Ledger) -> None:
+    """The update may be slow: it is not why the loop's own lines are."""
+    step = make_run(plan).totals["step_seconds"].value
+    host = {"host": 0.25 * step}
+    again = {"module_again": {"part": 0.6, "place": "a.py:2"}}
+    assert verdict(plan, phases=host, gains={"fused_update": 0.18}).findings[0].rule == "host_bound"
+    assert verdict(plan, phases=host, facts=again).findings[0].rule == "module_again"
+
+
+@pytest.mark.parametrize(("times", "counted"), [(1.0, 0.0), (1.5, 1.0), (3.0, 3.0)])
+def test_the_loops_own_time_is_all_of_it_from_twice_what_any_loop_takes(
+    plan: Ledger, times: float, counted: float
+) -> None:
+    run = make_run(plan, phases={"host": times * LOOP_SECONDS})
+    share = MEASURES["host_bound"](RunEvidence(plan, run, subtract_ledgers(plan, run)))
+    assert share == pytest.approx(counted * LOOP_SECONDS / run.totals["step_seconds"].value, rel=0.1)
 
 
 def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:
