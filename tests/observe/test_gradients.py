@@ -76,8 +76,18 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
-    model = nn.Linear(64, 512)
+def test_checks_unused_heads_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 512), nn.Linear(512, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            used: torch.Tensor = self.used(x)
+            self.unused(used)  # CHECK
+            return used
+
+    model = Heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
@@ -90,7 +100,8 @@ def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
     unread, zeros = facts["values_unread"], facts["zeros_multiplied"]
-    assert "# CHECK" in line(unread["place"]) and 0 < unread["part"] < 1 and not unread["lines"]
+    assert 0 < unread["part"] < 1 and len(unread["lines"]) == 1
+    assert all("# CHECK" in line(place) for place in (unread["place"], *unread["lines"]))
     assert 0 < zeros["part"] < 1
     assert all("# ZEROS" in line(place) for place in (zeros["place"], *zeros["lines"]))
 

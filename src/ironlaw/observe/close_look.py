@@ -278,7 +278,7 @@ class CloseLook(TorchDispatchMode):
             self._made_by.pop(made.data_ptr(), None)
             if (makers or takes) and not made.requires_grad:
                 self._made_by[made.data_ptr()] = call.line
-            if made.data_ptr() in self._state:
+            if made.data_ptr() in self._state and any(made is given for given in call.operands):  # no view of it
                 self._read.add(call.line)
 
     def update_begins(self, parameters: Iterable[Tensor]) -> None:
