@@ -39,12 +39,12 @@ def _off_plan(e: RunEvidence) -> Reading | None:
 
 
 def _evaluations(e: RunEvidence) -> Reading | None:
-    """Passes without gradients; those in training mode may play what is learned from next, and are a notice."""
+    """Passes without gradients; of an agent they are a notice."""
     share = e.wall_share("evaluation")
     if share is None:
         return None
     figures = [*e.line_figures(Phase.EVALUATION), *_wall(e, "evaluation")]
-    return Reading(share, figures, is_notice=(e.fact("rollouts") or 0.0) >= 0.5)
+    return Reading(share, figures, is_notice=e.acts)
 
 
 def _throughout(e: RunEvidence) -> Reading | None:

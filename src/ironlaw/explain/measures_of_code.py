@@ -94,12 +94,12 @@ def _recompiles(e: RunEvidence) -> float | None:
 
 
 def _by_hand(e: RunEvidence) -> float | None:
-    """Time between the backward pass and the end of the update that lines other than the optimizer's call take, and
+    """Time between the backward pass and the end of the update that lines other than calls of optimizers take, and
     other than PyTorch's own clipping: where that is long, the batch is small."""
-    lines, places = e.lines(Phase.OPTIMIZER), e.fact("places") or {}
-    if not lines or "update" not in places:
+    lines, updates = e.lines(Phase.OPTIMIZER), e.fact("update_lines")
+    if not lines or not updates:
         return None
-    usual = {places["update"], places.get("clipping")}
+    usual = {*updates, (e.fact("places") or {}).get("clipping")}
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 
