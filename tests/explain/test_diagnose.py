@@ -12,6 +12,7 @@ from ironlaw.explain.diagnose import RULES, Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
 from ironlaw.explain.measures import LOOP_SECONDS, MEASURES
+from ironlaw.explain.observed_remedies import PROPOSALS, ObservedPlans
 from ironlaw.explain.rule import Axis, Tier
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
@@ -78,6 +79,10 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
     "inputs_differentiated": {"facts": {"inputs_differentiated": {"part": 0.9, "place": "a.py:4", "lines": []}}},
+    "written_out": {
+        "facts": {"written_out": {"part": 0.9, "place": "a.py:4", "lines": [], "function": "gelu", "operations": 7}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
     "weights_combined": {"facts": {"weights_combined": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
@@ -102,7 +107,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "phases": {"backward": 0.2},
     },
     "update_by_hand": {
-        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update": "a.py:9"}},
+        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "update_lines": ["a.py:9"]},
         "phases": {"optimizer": 0.1},
     },
     "attention_kernel": {"gains": {"native": 0.2}},
@@ -262,6 +267,12 @@ def test_the_loops_own_time_is_all_of_it_from_twice_what_any_loop_takes(
     assert share == pytest.approx(counted * LOOP_SECONDS / run.totals["step_seconds"].value, rel=0.1)
 
 
+def test_the_update_of_a_second_optimizer_is_not_by_hand(plan: Ledger) -> None:
+    planted = PLANTED["update_by_hand"]
+    both = verdict(plan, **planted | {"facts": planted["facts"] | {"update_lines": ["a.py:9", "a.py:8"]}})
+    assert "update_by_hand" not in {f.rule for f in both.findings}
+
+
 def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:
     lines = {"lines": {"communication": [["train.py:30", 0.8], ["train.py:20", 0.05]]}}
     found = verdict(plan, phases={"communication": 0.1}, facts=lines).findings[0]
@@ -271,8 +282,13 @@ def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:
 def test_what_no_plan_was_fitted_to_and_what_agents_play_are_notices(plan: Ledger) -> None:
     over = verdict(plan, kinds={"matmul": 2.0}, facts={"source": "observe"})
     assert over.healthy and "off_plan" in {f.rule for f in over.findings}
-    played = verdict(plan, facts=wall(evaluation=15.0)["facts"] | {"rollouts": 1.0})
+    acts = wall(evaluation=15.0)["facts"] | {"rollouts": 1.0}
+    played = verdict(plan, facts=acts)
     assert played.healthy and played.findings[0].rule == "evaluation_frequent"
+    for facts, offered in ((acts, False), (acts | {"rollouts": 0.0}, True)):
+        run = make_run(plan, facts=facts)
+        evidence = ObservedPlans(plan, run, subtract_ledgers(plan, run))
+        assert bool(PROPOSALS["evaluation"](evidence)) is offered
 
 
 def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:

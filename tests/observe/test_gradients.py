@@ -456,6 +456,32 @@ def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Pa
     assert "# HOOK" in line(slow["place"]) and "sort" in slow["operation"]
 
 
+def written_out(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))  # GELU
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("of_products", [False, True])
+def test_a_function_that_is_written_out_has_its_line_and_one_of_products_is_none(
+    of_products: bool, tmp_path: Path
+) -> None:
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return (x.tanh() + x.sigmoid() + x.exp() + x.cos()) @ x if of_products else written_out(x)
+
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            activation(model(torch.randn(256, 256))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["written_out"]
+    assert (found is None) is of_products
+    if found is not None:
+        assert found["function"] == "written_out" and found["operations"] == 8 and "# GELU" in line(found["place"])
+        assert 0.2 < found["part"] < 0.9
+
+
 def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
     by_hand, whole = tmp_path / "by_hand.py", tmp_path / "whole.py"
     by_hand.write_text("for p in model.parameters():\n    nn.utils.clip_grad_norm_(p, 1.0)\n")
@@ -479,15 +505,17 @@ def test_a_copy_that_gradients_pass_through_untouched_is_read(tmp_path: Path) ->
 
 
 class Layers(nn.Module):
-    """Twenty layers with weights of their own, or one that is applied sixty times."""
+    """Twenty layers with weights of their own, one that is applied sixty times, or twenty that are given the same."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, kind: str | None) -> None:
         super().__init__()
-        self.layers, self.again = nn.ModuleList(nn.Linear(8, 8) for _ in range(20)), again
+        self.layers, self.kind = nn.ModuleList(nn.Linear(8, 8) for _ in range(20)), kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k in range(60 if self.again else 20):
-            x = x + self.layers[0 if self.again else k](x).tanh()  # APPLIED
+        if self.kind == "HEADS":
+            return torch.stack([layer(x).tanh() for layer in self.layers]).sum(0)  # HEADS
+        for k in range(60 if self.kind == "APPLIED" else 20):
+            x = x + self.layers[0 if self.kind == "APPLIED" else k](x).tanh()  # APPLIED
         return x
 
 
@@ -507,11 +535,11 @@ LOSSES = {"LOOP": squares, "PYTHON": computed_by_python}
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("LOOP", 200), ("PYTHON", 0), (None, 1)])
+@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("HEADS", 20), ("LOOP", 200), ("PYTHON", 0), (None, 1)])
 def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     loop: str | None, times: int, tmp_path: Path
 ) -> None:
-    model = Layers(again=loop == "APPLIED")
+    model = Layers(loop)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:  # what is around a loop repeats nothing
