@@ -190,6 +190,7 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     assert found.healthy and found.findings[0].rule == "sync_points" and "train.py:12" in found.evidence[0]
     many = {"sync_points": [points[0] | {"seconds": 3.0}], "profiled_step_seconds": 4.0}  # recorded, which is slower
     assert verdict(plan, facts=many).findings[0].share == 0.75
+    assert verdict(plan, facts=many | {"rollouts": 1.0}).healthy  # an agent reads what it does
     many["sync_points"][0]["parts"] = {"host": 0.5}
     of_host = next(f for f in verdict(plan, phases={"host": 0.1}, facts=many).findings if f.rule == "sync_points")
     assert 0 < of_host.share < 0.1  # of the host's own share of the steps that were not recorded

@@ -27,7 +27,8 @@ def logging_share(e: RunEvidence) -> float | None:
 
 
 def _syncs(e: RunEvidence) -> Reading | None:
-    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. An agent
+    has to read what it does."""
     points = e.fact("sync_points")
     if points is None or e.step is None:
         return None
@@ -35,7 +36,7 @@ def _syncs(e: RunEvidence) -> Reading | None:
     cost = sum(_sync_share(e, point) for point in calls)
     figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
     times = f"{sum(p['per_step'] for p in calls):.0f}"
-    return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times})
+    return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times}, is_notice=e.acts)
 
 
 def _sync_share(e: RunEvidence, point: dict[str, Any]) -> float:
