@@ -42,7 +42,7 @@ PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread",
          "inputs_differentiated",
          "module_again", "operation_slow", "outputs_unread", "padding", "passes_apart", "programs_beside",
          "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "weights_combined",
-         "zeros_multiplied")  # fmt: skip
+         "written_out", "zeros_multiplied")  # fmt: skip
 
 
 def _record(**types: Any) -> Any:
@@ -79,6 +79,7 @@ def _facts() -> dict[str, Any]:
         **dict.fromkeys(WHEREVER, at),
         **dict.fromkeys(PARTS, part),
         "places": dict[str, str],
+        "update_lines": list[str],
         "planned_again": _record(after_steps=Number, step_seconds=Number, total_seconds=Number),
         **dict.fromkeys(("attention_seconds", "fused_calls_seconds"), kernels),
         **dict.fromkeys(("bf16", "float64", "half"), _record(saved=Number, place=(text, None))),

@@ -11,6 +11,8 @@ from synthetic import make_config, make_profile, make_run
 from ironlaw.explain.diagnose import RULES, Diagnosis, diagnose
 from ironlaw.explain.evidence import RunEvidence
 from ironlaw.explain.gap import subtract_ledgers
+from ironlaw.explain.measures import LOOP_SECONDS, MEASURES
+from ironlaw.explain.observed_remedies import PROPOSALS, ObservedPlans
 from ironlaw.explain.rule import Axis, Tier
 from ironlaw.ledger import Kind, Ledger, Phase
 from ironlaw.plan.step import plan_run
@@ -77,6 +79,10 @@ PLANTED: dict[str, dict[str, Any]] = {
         "facts": {"vocabulary_unused": {"part": 0.9, "optimizer": 0.9, "place": "a.py:4", "rows": 9000, "unused": 0.9}},
     },
     "inputs_differentiated": {"facts": {"inputs_differentiated": {"part": 0.9, "place": "a.py:4", "lines": []}}},
+    "written_out": {
+        "facts": {"written_out": {"part": 0.9, "place": "a.py:4", "lines": [], "function": "gelu", "operations": 7}},
+        "phases": {"forward": 0.1, "backward": 0.2},
+    },
     "weights_combined": {"facts": {"weights_combined": {"part": 0.9, "place": "a.py:4", "lines": []}}},
     "zeros_multiplied": {
         "facts": {"zeros_multiplied": {"part": 0.5, "place": "a.py:4", "lines": ["a.py:3"]}},
@@ -101,7 +107,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "phases": {"backward": 0.2},
     },
     "update_by_hand": {
-        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "places": {"update": "a.py:9"}},
+        "facts": {"lines": {"optimizer": [["a.py:8", 0.9], ["a.py:9", 0.1]]}, "update_lines": ["a.py:9"]},
         "phases": {"optimizer": 0.1},
     },
     "attention_kernel": {"gains": {"native": 0.2}},
@@ -184,6 +190,7 @@ def test_a_notice_costs_nothing_and_is_named_before_a_ceiling(plan: Ledger) -> N
     assert found.healthy and found.findings[0].rule == "sync_points" and "train.py:12" in found.evidence[0]
     many = {"sync_points": [points[0] | {"seconds": 3.0}], "profiled_step_seconds": 4.0}  # recorded, which is slower
     assert verdict(plan, facts=many).findings[0].share == 0.75
+    assert verdict(plan, facts=many | {"rollouts": 1.0}).healthy  # an agent reads what it does
     many["sync_points"][0]["parts"] = {"host": 0.5}
     of_host = next(f for f in verdict(plan, phases={"host": 0.1}, facts=many).findings if f.rule == "sync_points")
     assert 0 < of_host.share < 0.1  # of the host's own share of the steps that were not recorded
@@ -243,6 +250,30 @@ def test_a_slight_share_of_the_loop_is_named_behind_what_is_a_cause(plan: Ledger
     assert [f.rule for f in found][:3] == ["values_unread", "host_bound", "precision"]
 
 
+def test_a_symptom_is_weighed_against_causes_in_its_own_phases(plan: Ledger) -> None:
+    """The update may be slow: it is not why the loop's own lines are."""
+    step = make_run(plan).totals["step_seconds"].value
+    host = {"host": 0.25 * step}
+    again = {"module_again": {"part": 0.6, "place": "a.py:2"}}
+    assert verdict(plan, phases=host, gains={"fused_update": 0.18}).findings[0].rule == "host_bound"
+    assert verdict(plan, phases=host, facts=again).findings[0].rule == "module_again"
+
+
+@pytest.mark.parametrize(("times", "counted"), [(1.0, 0.0), (1.5, 1.0), (3.0, 3.0)])
+def test_the_loops_own_time_is_all_of_it_from_twice_what_any_loop_takes(
+    plan: Ledger, times: float, counted: float
+) -> None:
+    run = make_run(plan, phases={"host": times * LOOP_SECONDS})
+    share = MEASURES["host_bound"](RunEvidence(plan, run, subtract_ledgers(plan, run)))
+    assert share == pytest.approx(counted * LOOP_SECONDS / run.totals["step_seconds"].value, rel=0.1)
+
+
+def test_the_update_of_a_second_optimizer_is_not_by_hand(plan: Ledger) -> None:
+    planted = PLANTED["update_by_hand"]
+    both = verdict(plan, **planted | {"facts": planted["facts"] | {"update_lines": ["a.py:9", "a.py:8"]}})
+    assert "update_by_hand" not in {f.rule for f in both.findings}
+
+
 def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:
     lines = {"lines": {"communication": [["train.py:30", 0.8], ["train.py:20", 0.05]]}}
     found = verdict(plan, phases={"communication": 0.1}, facts=lines).findings[0]
@@ -252,8 +283,13 @@ def test_communication_has_the_lines_that_ask_for_it(plan: Ledger) -> None:
 def test_what_no_plan_was_fitted_to_and_what_agents_play_are_notices(plan: Ledger) -> None:
     over = verdict(plan, kinds={"matmul": 2.0}, facts={"source": "observe"})
     assert over.healthy and "off_plan" in {f.rule for f in over.findings}
-    played = verdict(plan, facts=wall(evaluation=15.0)["facts"] | {"rollouts": 1.0})
+    acts = wall(evaluation=15.0)["facts"] | {"rollouts": 1.0}
+    played = verdict(plan, facts=acts)
     assert played.healthy and played.findings[0].rule == "evaluation_frequent"
+    for facts, offered in ((acts, False), (acts | {"rollouts": 0.0}, True)):
+        run = make_run(plan, facts=facts)
+        evidence = ObservedPlans(plan, run, subtract_ledgers(plan, run))
+        assert bool(PROPOSALS["evaluation"](evidence)) is offered
 
 
 def test_waiting_for_a_slow_rank_is_not_communication(plan: Ledger) -> None:

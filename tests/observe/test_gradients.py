@@ -76,8 +76,18 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
-    model = nn.Linear(64, 512)
+def test_checks_unused_heads_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(64, 512), nn.Linear(512, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            used: torch.Tensor = self.used(x)
+            self.unused(used)  # CHECK
+            return used
+
+    model = Heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
@@ -90,7 +100,8 @@ def test_checks_and_products_of_zeros_have_lines(tmp_path: Path) -> None:
             optimizer.zero_grad()
     facts = facts_of(tmp_path / "run")
     unread, zeros = facts["values_unread"], facts["zeros_multiplied"]
-    assert "# CHECK" in line(unread["place"]) and 0 < unread["part"] < 1 and not unread["lines"]
+    assert 0 < unread["part"] < 1 and len(unread["lines"]) == 1
+    assert all("# CHECK" in line(place) for place in (unread["place"], *unread["lines"]))
     assert 0 < zeros["part"] < 1
     assert all("# ZEROS" in line(place) for place in (zeros["place"], *zeros["lines"]))
 
@@ -433,16 +444,42 @@ def test_a_model_that_is_differentiated_by_its_inputs_has_no_idle_gradients_and_
 
 @pytest.mark.usefixtures("nothing_compiled")
 def test_what_a_hook_computes_has_a_line_also_beside_sparse_tensors(tmp_path: Path) -> None:
-    model, graph = nn.Linear(16, 16), torch.eye(64).to_sparse()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, rows, graph = nn.Linear(16, 16), nn.Embedding(64, 16, sparse=True), torch.eye(64).to_sparse()
+    optimizer = torch.optim.SGD([*model.parameters(), *rows.parameters()], lr=0.1)
     model.weight.register_hook(lambda g: g.repeat(300, 1).flatten().sort().values[: g.numel()].view_as(g))  # HOOK
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
         for _ in range(6):
-            torch.sparse.mm(graph, model(torch.randn(64, 16))).square().mean().backward()
+            torch.sparse.mm(graph, model(rows(torch.arange(64)))).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     slow = facts_of(tmp_path / "run")["operation_slow"]
     assert "# HOOK" in line(slow["place"]) and "sort" in slow["operation"]
+
+
+def written_out(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.045 * x**3)))  # GELU
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize("of_products", [False, True])
+def test_a_function_that_is_written_out_has_its_line_and_one_of_products_is_none(
+    of_products: bool, tmp_path: Path
+) -> None:
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        return (x.tanh() + x.sigmoid() + x.exp() + x.cos()) @ x if of_products else written_out(x)
+
+    model = nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=0):
+        for _ in range(6):
+            activation(model(torch.randn(256, 256))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = facts_of(tmp_path / "run")["written_out"]
+    assert (found is None) is of_products
+    if found is not None:
+        assert found["function"] == "written_out" and found["operations"] == 8 and "# GELU" in line(found["place"])
+        assert 0.2 < found["part"] < 0.9
 
 
 def test_only_clipping_of_a_whole_model_is_pytorchs_own(tmp_path: Path) -> None:
@@ -468,15 +505,17 @@ def test_a_copy_that_gradients_pass_through_untouched_is_read(tmp_path: Path) ->
 
 
 class Layers(nn.Module):
-    """Twenty layers with weights of their own, or one that is applied sixty times."""
+    """Twenty layers with weights of their own, one that is applied sixty times, or twenty that are given the same."""
 
-    def __init__(self, again: bool) -> None:
+    def __init__(self, kind: str | None) -> None:
         super().__init__()
-        self.layers, self.again = nn.ModuleList(nn.Linear(8, 8) for _ in range(20)), again
+        self.layers, self.kind = nn.ModuleList(nn.Linear(8, 8) for _ in range(20)), kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k in range(60 if self.again else 20):
-            x = x + self.layers[0 if self.again else k](x).tanh()  # APPLIED
+        if self.kind == "HEADS":
+            return torch.stack([layer(x).tanh() for layer in self.layers]).sum(0)  # HEADS
+        for k in range(60 if self.kind == "APPLIED" else 20):
+            x = x + self.layers[0 if self.kind == "APPLIED" else k](x).tanh()  # APPLIED
         return x
 
 
@@ -496,11 +535,11 @@ LOSSES = {"LOOP": squares, "PYTHON": computed_by_python}
 
 
 @pytest.mark.usefixtures("nothing_compiled")
-@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("LOOP", 200), ("PYTHON", 0), (None, 1)])
+@pytest.mark.parametrize(("loop", "times"), [("APPLIED", 60), ("HEADS", 20), ("LOOP", 200), ("PYTHON", 0), (None, 1)])
 def test_a_loop_of_short_operations_has_a_line_and_layers_of_a_model_are_none(
     loop: str | None, times: int, tmp_path: Path
 ) -> None:
-    model = Layers(again=loop == "APPLIED")
+    model = Layers(loop)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:  # what is around a loop repeats nothing

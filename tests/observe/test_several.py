@@ -42,7 +42,7 @@ def test_two_optimizers_make_one_step_and_parts_of_a_container_are_passes(tmp_pa
             (-critic(generator(torch.randn(64, 16))).mean()).backward()
             optimizers[1].step()
     ledger = Ledger.load(tmp_path / "run" / "ledger.json")
-    assert ledger.facts["steps_done"] == 20
+    assert ledger.facts["steps_done"] == 20 and len(ledger.facts["update_lines"]) == 2
     phases = ledger.phase_seconds
     assert phases[Phase.FORWARD] > 0 and phases[Phase.BACKWARD] > 0
     assert sum(phases.values()) <= 1.01 * ledger.totals["step_seconds"].value

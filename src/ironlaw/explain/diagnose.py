@@ -8,7 +8,7 @@ loop is written, or in `measures_of_devices.py` if it is about what it runs on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ironlaw.files import read_toml
 from ironlaw.ledger import Phase
 
 MIN_STEPS = 10  # medians over fewer steps say more about the warm-up than about the run
-SYMPTOM_WEIGHT = 0.5  # of a symptom's share: a cause that was measured to cost as much stands before it
+EXPLAINED = 0.5  # of a symptom's share: a cause in the same phases that was measured to cost as much stands before it
 MAX_UNATTRIBUTED = 0.30  # with more than this unnamed, any named cause may be the smaller one
 MEASURES = measures.MEASURES | measures_of_code.MEASURES | measures_of_devices.MEASURES
 FIGURES = measures.FIGURES | measures_of_code.FIGURES | measures_of_devices.FIGURES
@@ -40,7 +40,7 @@ def _part_of_phases(e: RunEvidence, phases: Sequence[str], fact: str) -> float |
 def _rule(
     name: str, axis: str = "algorithm", tier: str = "fault", part_of: Sequence[str] = (), present: float = 0.0,
     gain: str = "", fact: str = "", place: str = "", remedy: str = "", saves: bool = True, figure: str = "",
-    **entry: Any,
+    phases: Sequence[str] = (), **entry: Any,
 ) -> Rule:  # fmt: skip
     figures = FIGURES.get(name)
     if figure:
@@ -58,7 +58,7 @@ def _rule(
         measure = MEASURES[name]
     return Rule(
         name, Axis(axis), measure=measure, figures=figures, place=place, tier=Tier[tier.upper()],
-        remedy=remedy or gain, saves=saves and not present, **entry,
+        remedy=remedy or gain, saves=saves and not present, phases=tuple(phases or part_of), **entry,
     )  # fmt: skip
 
 
@@ -75,6 +75,7 @@ class Finding:
     share: float
     sentence: str
     evidence: list[str]
+    is_explained: bool = False  # a symptom, by a cause
 
     @property
     def rule(self) -> str:
@@ -94,7 +95,14 @@ class Finding:
 
     @property
     def weight(self) -> float:
-        return self.share * (SYMPTOM_WEIGHT if self.cause.symptom else 1.0)
+        return self.share * (EXPLAINED if self.is_explained else 1.0)
+
+    def explains(self, symptom: Finding) -> bool:
+        """Whether it is a cause of half of what the symptom costs, in phases that both may be in."""
+        known = self.cause.phases and symptom.cause.phases
+        is_apart = known and set(self.cause.phases).isdisjoint(symptom.cause.phases)
+        may_be = symptom.cause.symptom and not self.cause.symptom and self.tier is symptom.tier
+        return bool(may_be and not is_apart and self.share >= EXPLAINED * symptom.share)
 
     def to_json(self) -> dict[str, Any]:
         cause = self.cause
@@ -126,7 +134,7 @@ class Diagnosis:
 def diagnose(evidence: RunEvidence, rules: Sequence[Rule] = RULES) -> Diagnosis:
     """Try every rule, and name first what the first tier has the most of.
 
-    A symptom (where time is lost, not why) counts half: a cause that explains half of it says more.
+    A symptom (where time is lost, not why) counts half where a cause explains half of it, which says more.
     """
     findings, not_tested = _findings(evidence, rules)
     reason = _insufficient(evidence)
@@ -152,6 +160,8 @@ def _findings(evidence: RunEvidence, rules: Sequence[Rule]) -> tuple[list[Findin
             not_tested.append(rule.name)
         elif reading.share >= rule.minimum:
             findings.append(Finding(rule, reading.share, *rule.describe(evidence, reading)))
+
+    findings = [replace(f, is_explained=any(cause.explains(f) for cause in findings)) for f in findings]
 
     def order(finding: Finding) -> tuple[Any, ...]:
         eases = (f for f in findings if f.rule == finding.cause.eased_by and f.share - finding.share > finding.share)

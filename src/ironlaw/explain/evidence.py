@@ -48,6 +48,11 @@ class RunEvidence:
         return 0.25 if self.run.facts.get("source") == "observe" else 0.0
 
     @property
+    def acts(self) -> bool:
+        """Whether most passes without gradients are in training mode: an agent plays what it learns from next."""
+        return float(self.fact("rollouts") or 0.0) >= 0.5
+
+    @property
     def plan_is_of_another_machine(self) -> bool:
         """Whether exceeding the plan means nothing. Ranks on one processor share its cores, and each one's plan has all
         of them; with more threads than cores the plan has as many as cores; other programs slow a loop."""

@@ -39,12 +39,12 @@ def _off_plan(e: RunEvidence) -> Reading | None:
 
 
 def _evaluations(e: RunEvidence) -> Reading | None:
-    """Passes without gradients; those in training mode may play what is learned from next, and are a notice."""
+    """Passes without gradients; of an agent they are a notice."""
     share = e.wall_share("evaluation")
     if share is None:
         return None
     figures = [*e.line_figures(Phase.EVALUATION), *_wall(e, "evaluation")]
-    return Reading(share, figures, is_notice=(e.fact("rollouts") or 0.0) >= 0.5)
+    return Reading(share, figures, is_notice=e.acts)
 
 
 def _throughout(e: RunEvidence) -> Reading | None:
@@ -137,14 +137,15 @@ def _undelayed(e: RunEvidence) -> float:
 
 
 def _host_share(e: RunEvidence) -> float | None:
-    """The loop's own time, less what is known to be logging, input or a module beside the observed one (a teacher), and
-    what any loop takes."""
+    """The loop's own time, less what is known to be logging, input or a module beside the observed one (a teacher): all
+    of it from twice what any loop takes, none of it up to that."""
     if e.phase_share(Phase.HOST) is None and e.phase_share(Phase.IDLE) is None:
         return None
     loop = LOOP_SECONDS + PASS_SECONDS * float(e.fact("evaluations_per_step") or 0.0)
     usual = loop / (e.step * _undelayed(e)) if e.step else 0.0
     known = _at_loader(e) + float(e.fact("module_fraction") or 0.0)
-    return max(0.0, _own_share(e) * (1 - known) - (logging_share(e) or 0.0) - usual)
+    own = _own_share(e) * (1 - known) - (logging_share(e) or 0.0)
+    return min(own, max(0.0, 2 * (own - usual)))
 
 
 def _overhead_figures(e: RunEvidence) -> list[str]:

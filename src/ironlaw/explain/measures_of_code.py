@@ -27,7 +27,8 @@ def logging_share(e: RunEvidence) -> float | None:
 
 
 def _syncs(e: RunEvidence) -> Reading | None:
-    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only."""
+    """Never less than a notice where there are any: what a synchronisation costs shows on an accelerator only. An agent
+    has to read what it does."""
     points = e.fact("sync_points")
     if points is None or e.step is None:
         return None
@@ -35,7 +36,7 @@ def _syncs(e: RunEvidence) -> Reading | None:
     cost = sum(_sync_share(e, point) for point in calls)
     figures = [f"{p['place']} ({p['call']}): {p['per_step']:.0f} per step, {seconds(p['seconds'])}" for p in calls[:4]]
     times = f"{sum(p['per_step'] for p in calls):.0f}"
-    return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times})
+    return Reading(max(cost, NOTICED) if calls else 0.0, figures, {"times": times}, is_notice=e.acts)
 
 
 def _sync_share(e: RunEvidence, point: dict[str, Any]) -> float:
@@ -94,12 +95,12 @@ def _recompiles(e: RunEvidence) -> float | None:
 
 
 def _by_hand(e: RunEvidence) -> float | None:
-    """Time between the backward pass and the end of the update that lines other than the optimizer's call take, and
+    """Time between the backward pass and the end of the update that lines other than calls of optimizers take, and
     other than PyTorch's own clipping: where that is long, the batch is small."""
-    lines, places = e.lines(Phase.OPTIMIZER), e.fact("places") or {}
-    if not lines or "update" not in places:
+    lines, updates = e.lines(Phase.OPTIMIZER), e.fact("update_lines")
+    if not lines or not updates:
         return None
-    usual = {places["update"], places.get("clipping")}
+    usual = {*updates, (e.fact("places") or {}).get("clipping")}
     return sum(share for line, share in lines if line not in usual) * (e.phase_share(Phase.OPTIMIZER) or 0.0)
 
 

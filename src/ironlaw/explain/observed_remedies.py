@@ -220,6 +220,8 @@ def _between(name: str, how: str, share: float) -> Callable[[ObservedPlans], lis
     """What happens between steps, less often."""
 
     def propose(now: ObservedPlans) -> list[Proposal]:
+        if name == "evaluation" and now.acts:
+            return []
         wall = ((now.fact("wall_seconds") or {}).get(name) or 0.0) / (now.steps or 1)
         found = _saved(now, how, wall * (1 - 1 / TIMES_FEWER), MEASURED) if wall >= share * (now.step or 0.0) else []
         # No part of a step: its share is of what passes in all.

@@ -67,6 +67,7 @@ class Rule:
     place: str = ""  # a fact with a line of code, which becomes the first figure
     tier: Tier = Tier.FAULT
     symptom: bool = False  # says where time is lost, not why: a cause that explains half of it is named before it
+    phases: tuple[str, ...] = ()  # of the step in which the cost lies; without any it may be anywhere
     remedy: str = ""  # that takes the cost away; without one the advice does, and saves the whole share
     saves: bool = True  # the share is time
     eased_by: str = ""  # a rule whose remedy takes this cost away too: named first where what else it saves is more

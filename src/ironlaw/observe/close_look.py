@@ -28,6 +28,7 @@ from ironlaw.ledger import Phase
 from ironlaw.observe.gradients import graph_of
 from ironlaw.observe.operation_checks import (
     MATRIX_PRODUCTS,
+    MIN_ELEMENTS,
     CountedCall,
     OddMasks,
     OperationChecks,
@@ -44,10 +45,12 @@ FORWARD, BACKWARD = str(Phase.FORWARD), str(Phase.BACKWARD)
 UNREAD, MASKED, MASK_RANK = "outputs_unread", "attention_masked", "attention_mask_rank"
 VOCABULARY, INPUTS = "vocabulary_unused", "inputs_differentiated"
 MIN_UNREAD = 0.5  # of the rows or columns of a model's outputs
-ONE_OPERATION = "one operation: "
+ONE_OPERATION, WRITTEN_OUT = "one operation: ", "written out: "
+MIN_SITES = 4  # operations of a function, one for each pass over its tensors
 MAX_SHORT_SECONDS = 1e-4  # mean of operations that one call for all would make much shorter: ten times a call
 TIMES_USUAL = 3  # the median time between two operations, a short one's at most: more is Python of the user's own
 MIN_TIMES = 16  # in one run of a function: a loop, where the layers of a model have weights of their own
+MIN_ALIKE = 4  # products of the same input with weights of their own: queries, keys and values are three
 PYTORCH_LAYERS = str(Path(nn.__file__).parent / "modules")
 
 Seconds = dict[str, float]  # by line
@@ -92,7 +95,10 @@ class CloseLook(TorchDispatchMode):
         self._head: int | None = None  # the product that the backward pass came through first: of a model's outputs
         self._trace = LineTrace(self._line_begins, everywhere=True)
         self._gaps: list[Seconds] = [defaultdict(float)]  # between two operations of a pass
+        self._functions: dict[str, CodeType] = {}  # kind of time -> function whose own operations it is of
+        self._sites: dict[CodeType, set[int]] = defaultdict(set)  # function -> where it calls them, -1 for products
         self._line, self._since = "?", 0.0
+        self._is_layers = False  # the running operation is called by one of PyTorch's own
         self._pass_line = "?"  # which has called for the pass
 
     def begin(self) -> None:
@@ -154,7 +160,8 @@ class CloseLook(TorchDispatchMode):
         self._inputs = [one for one in self._inputs if read.isdisjoint(t.data_ptr() for t in dense(one.grad))]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._line_begins(self._line, is_counted=not _is_called_by_layer())
+        self._is_layers = _is_called_by_layer()
+        self._line_begins(self._line, is_counted=not self._is_layers)
         self._gaps.append(defaultdict(float))
         began = time.thread_time()  # of one step other programs would have a large part
         result = func(*args, **(kwargs or {}))
@@ -255,10 +262,22 @@ class CloseLook(TorchDispatchMode):
             self._marked[rule] |= lines
         is_single = not call.is_main_work and not self._odd_masks.is_running
         kinds = [*blamed, *([ONE_OPERATION + call.name] if is_single else [])]
+        kinds += [self._written_out(call, frames[0])] if frames and not self._is_layers else []
         self._add_nodes((call.line, kinds, seconds, self._loops.count(call, frames, seconds)))
         takes = torch.is_grad_enabled() and any(t.requires_grad and not t.is_leaf for t in call.operands)
         self._follow(call, takes)
         return [FORWARD, *kinds]
+
+    def _written_out(self, call: CountedCall, frame: FrameType) -> str:
+        """Returns the kind of time that the operations which a function of the user's calls itself have in common."""
+        code = frame.f_code
+        given = {t.data_ptr() for t in call.operands}
+        is_large = any(t.numel() >= MIN_ELEMENTS for t in (*call.operands, *call.results))
+        if call.is_main_work or (is_large and any(t.data_ptr() not in given for t in call.results)):
+            self._sites[code].add(-1 if call.is_main_work else frame.f_lasti)
+        kind = f"{WRITTEN_OUT}{code.co_filename}:{code.co_firstlineno}"
+        self._functions[kind] = code
+        return kind
 
     def _add_nodes(self, node: _Node) -> None:
         """Those that autograd has made since."""
@@ -278,14 +297,13 @@ class CloseLook(TorchDispatchMode):
             self._made_by.pop(made.data_ptr(), None)
             if (makers or takes) and not made.requires_grad:
                 self._made_by[made.data_ptr()] = call.line
-            if made.data_ptr() in self._state:
+            if made.data_ptr() in self._state and any(made is given for given in call.operands):  # no view of it
                 self._read.add(call.line)
 
     def update_begins(self, parameters: Iterable[Tensor]) -> None:
         """Gradients that the loop has put together itself are read by this update."""
-        for parameter in parameters if self._is_looking else ():
-            if parameter.grad is not None:
-                self._read.add(self._made_by.get(parameter.grad.data_ptr(), ""))
+        gradients = dense([p.grad for p in parameters]) if self._is_looking else []
+        self._read |= {self._made_by.get(gradient.data_ptr(), "") for gradient in gradients}
 
     def _unread(self) -> set[str]:
         """Returns the lines of which nothing reaches one that is read."""
@@ -316,6 +334,7 @@ class CloseLook(TorchDispatchMode):
         return found | {
             "values_unread": self._part(self._seconds[FORWARD], unread),
             "operation_slow": self._slowest_operation(calls),
+            "written_out": self._longest_function(calls),
             "line_slow": self._slowest_line(set(calls)),
         }
 
@@ -340,6 +359,19 @@ class CloseLook(TorchDispatchMode):
         seconds, operation, line = max(each, default=(0.0, "", "?"))
         part = self._part({line: seconds}, {line})
         return None if part is None else part | {"operation": operation}
+
+    def _longest_function(self, calls: Collection[str]) -> dict[str, Any] | None:
+        """Returns the function without products that takes most with operations of its own, and the part of them that
+        one pass over its tensors in place of one for each would save."""
+        found = []
+        for kind, code in self._functions.items():
+            sites, seconds = self._sites[code], self._seconds[kind]
+            lines = {f"{code.co_filename}:{line}" for *_, line in code.co_lines()}
+            if -1 not in sites and len(sites) >= MIN_SITES and lines.isdisjoint(calls):
+                found.append((sum(seconds.values()) * (1 - 1 / len(sites)), seconds, code.co_name, len(sites)))
+        saved, seconds, name, number = max(found, key=lambda one: one[0], default=(0.0, {}, "", 0))
+        part = self._part(seconds, seconds)
+        return None if part is None else part | {"part": saved / self._whole, "function": name, "operations": number}
 
     def _part(self, seconds: Seconds, lines: Iterable[str]) -> dict[str, Any] | None:
         """Returns the part of the passes' operations that is on these lines."""
@@ -375,13 +407,14 @@ class CloseLook(TorchDispatchMode):
 
 class Loops:
     """Lines that call the same operations again and again, each time for a part of what one call could do. The layers
-    of a model do not: each has weights of its own."""
+    of a model do not: each has weights of its own, and what the one before gave."""
 
     def __init__(self, module: nn.Module) -> None:
         self.weights = {p.data_ptr() for p in module.parameters()}
         # Functions, the outermost first: with the times of each operation by line, and all operations.
         self._running: list[tuple[FrameType, dict[str, Counter[tuple[str, int]]], set[tuple[str, int]]]] = []
         self._times: dict[CodeType, dict[str, int]] = defaultdict(dict)  # function -> line -> times
+        self._alike: dict[CodeType, dict[str, int]] = defaultdict(dict)  # and of products of one input
         self.taken: dict[str, list[float]] = defaultdict(list)  # line -> seconds of each operation
 
     def count(self, call: CountedCall, frames: list[FrameType], seconds: float) -> list[str]:
@@ -390,13 +423,16 @@ class Loops:
         kept = sum(1 for _ in takewhile(lambda pair: pair[0][0] is pair[1], pairs))
         self.end(kept)
         self._running += [(frame, defaultdict(Counter), set()) for frame in reversed(frames[: len(frames) - kept])]
-        called = call.name, next((t.data_ptr() for t in call.operands if t.data_ptr() in self.weights), 0)
+        addresses = [t.data_ptr() for t in call.operands]
+        weight = next((at for at in addresses if at in self.weights), 0)
+        given = next((at for at in addresses if at not in self.weights), 0)
         lines = [line_of(frame) for frame in frames]
-        for line, (_, times, all_called) in zip(lines, reversed(self._running), strict=True):
-            times[line][called] += 1
-            if called in all_called:
-                break
-            all_called.add(called)
+        for called in ((call.name, weight), (call.name, -given)) if weight else ((call.name, 0),):
+            for line, (_, times, all_called) in zip(lines, reversed(self._running), strict=True):
+                times[line][called] += 1
+                if called in all_called:
+                    break
+                all_called.add(called)
         for line in (found := list(dict.fromkeys(lines))):
             self.taken[line].append(seconds)
         return found
@@ -405,18 +441,21 @@ class Loops:
         """All but so many of the functions have returned."""
         for frame, times, _ in self._running[kept:]:
             for line, calls in times.items():
-                weighted = [number for (_, weight), number in calls.items() if weight]
-                before = self._times[frame.f_code]
-                before[line] = max(statistics.median_low(weighted or calls.values()), before.get(line, 0))
+                weighted = [number for (_, address), number in calls.items() if address > 0]
+                alike = max((number for (_, address), number in calls.items() if address < 0), default=0)
+                repeated = statistics.median_low(weighted or calls.values())
+                for known, number in ((self._times, repeated), (self._alike, alike)):
+                    known[frame.f_code][line] = max(number, known[frame.f_code].get(line, 0))
         del self._running[kept:]
 
     def short(self, calls: Collection[str]) -> Iterator[tuple[int, set[str]]]:
         """Yields how often, and the lines of one function that repeat what they call, where that is short: a model that
         is applied again and again to what it gave has nothing to put together."""
-        for times in self._times.values():
-            lines = {line for line, number in times.items() if number >= MIN_TIMES and line not in calls}
+        for code, times in self._times.items():
+            alike = self._alike[code]
+            lines = {at for at in times.keys() - calls if times[at] >= MIN_TIMES or alike[at] >= MIN_ALIKE}
             if lines and statistics.mean(x for line in lines for x in self.taken[line]) < MAX_SHORT_SECONDS:
-                yield max(times[line] for line in lines), lines
+                yield max(max(times[line], alike[line]) for line in lines), lines
 
 
 def dense(value: Any) -> list[Tensor]:

@@ -94,10 +94,10 @@ CALLS_OF_RULES: dict[str, tuple[str, ...]] = {
 }
 """Rule -> the names that the code it is about calls, or sets; of an update that is not fused the optimizers' own."""
 EVENTS_OF_RULES = {
-    **{name: name for name in ("update", "evaluation_frequent", "checkpoint_frequent")},
+    **{name: name for name in ("evaluation_frequent", "checkpoint_frequent")},
     **dict.fromkeys(("precision", "batch_small"), "forward pass"),
 }
-"""Rule, or part of the loop -> the event that happens where it begins."""
+"""Rule -> the event that happens where it begins."""
 ONCE_A_STEP = ("updates_again", "optimizer_rebuilt", "graphs_retained", "gradients_uncleared")
 PROFILERS = ("profile", "emit_itt", "Profile", "setprofile", "settrace", "tracemalloc")
 DOUBLE = ("double", "float64", "set_default_dtype")
@@ -324,6 +324,7 @@ class Habits:
             "left_in_eval": self._left_in_eval(),
             "unscaled": self._unscaled(precision),
             "places": self._places(),
+            "update_lines": list(self.events["update"]),
             "rollouts": self.events["rollout"].total() / max(1, self.events["evaluation_frequent"].total()),
             "evaluations_per_step": self.events["evaluation_frequent"].total() / len(steps),
             "forwards_unread": self._forwards_unread(),
