@@ -26,9 +26,11 @@ from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
-from ironlaw.workload.kinds import forward_of
+from ironlaw.workload.kinds import forward_of, has_experts
 from ironlaw.workload.latent import widened_bytes
+from ironlaw.workload.moe import routed
 from ironlaw.workload.recompute import kept_bytes, weight_copies
+from ironlaw.workload.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,27 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
                 beside = everything - entrance if policy is None else kept_bytes(shape, policy, kind)
                 partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
-        partly = entrance + engine.selective_kept_share * (everything - entrance)
+        experts, exchanged = _expert_bytes(candidates, engine, shape)
+        partly = entrance + engine.selective_kept_share * (everything - entrance - experts) + exchanged
     elif engine.repeats_up_projections(candidates.model):
         partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
     return {"everything": everything, "partly": partly, "entrance": entrance, "copies": copies}
+
+
+def _expert_bytes(candidates: Candidates, engine: TrainingEngine, shape: Shape) -> tuple[Size, Size]:
+    """Returns the bytes that a block keeps for its routed experts, if selective recomputation repeats them in full, and
+    what it keeps of their exchange."""
+    if engine.selective_experts == "alike" or not candidates.has_experts:
+        return 0.0, 0.0
+    kept, sent = 0.0, 0.0
+    for kind, share in candidates.kinds.items():
+        of_experts = routed(forward_of(shape, kind)) if has_experts(kind) else []
+        kept = kept + share * sum(op.saved_bytes for op in of_experts)
+        sent = sent + share * sum(op.saved_bytes for op in of_experts[:1])  # rows as they arrive
+    keeps = (candidates.ep > 1) & (engine.selective_experts == "exchanged")
+    return engine.activation_slack * kept, engine.activation_slack * np.where(keeps, 2 * sent, 0.0)
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
