@@ -96,8 +96,8 @@ The constants have the least quantile loss over runs planned at three distances:
 group, fitted without their accelerator generation, and by the generic engine, as if their software were not known
 (`benchmarks/fit_intervals.py`). *Inside* is the share of a group's runs in intervals that were learned without it.
 `assumed_hardware`, `unknown_format` (8- or 4-bit numbers that no checked run of the engine computed in), `experts`
-(which no checked run had) and `doubling` are not learned from these runs. *Software unseen* is what to expect of a framework
-that nobody has measured: the generic engine was set by the same runs, but by two constants only.
+(which no checked run had) and `doubling` are not learned from these runs. *Software unseen* is what to expect of a
+framework that nobody has measured: the generic engine was set by the same runs, but by two constants only.
 """
 
 
