@@ -227,9 +227,7 @@ class _StageMemory:
         if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
             # fp32 weights are gathered in 16 bits. ZeRO-2 keeps the 16-bit ones; the optimizer has the fp32 ones.
             narrow = engine.gathered_bytes
-            kept = c.zero == 2
-            if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
-                kept = kept | (c.zero == 1)
+            kept = (c.zero == 2) | (engine.pipeline_keeps & (c.zero == 1))  # FSDP2 gathers for ZeRO 1 as for 2
             sharded = self.own * narrow + self.parameters * engine.weight_bytes / c.shard_ranks
             weights = np.where(kept, sharded, weights)
             off = self.parameters * narrow / np.where(whole, c.shard_ranks, 1.0)
@@ -295,11 +293,11 @@ class _StageMemory:
     def _gathered(self) -> Array:
         """Returns the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
         c, engine, stream = self.candidates, self.engine, self.candidates.tokens * self.candidates.model.hidden
-        # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.
+        # Two gathered blocks under ZeRO-3; the gradients of one block where backward passes scatter them.
         # Gathered weights are quantised one block at a time; stored quantised, both gathered blocks have that width.
         copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
         gathered = np.where(c.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
-        gathered = gathered + np.where(c.zero >= 2, engine.gradient_bytes, 0.0)
+        gathered = gathered + np.where(engine.reduces_in_pieces(c.zero, c.pp), engine.gradient_bytes, 0.0)
         gathered = gathered * c.local_block_parameters
         # The embedding's output before it is scattered over the tensor parallel ranks.
         gathered = gathered + np.where(self.first & (c.sp > 0), engine.entrance_bytes * stream, 0.0)
