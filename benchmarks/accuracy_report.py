@@ -89,15 +89,15 @@ none for a mixture of experts) the constants were checked on; wider again for so
 hardware that not even a matmul was measured on, and for more accelerators than any checked run had:
 
     spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + unknown_format^2
-               + doubling^2 x doublings
+               + experts^2 + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
 
 The constants have the least quantile loss over runs planned at three distances: by their engine fitted without their
 group, fitted without their accelerator generation, and by the generic engine, as if their software were not known
 (`benchmarks/fit_intervals.py`). *Inside* is the share of a group's runs in intervals that were learned without it.
-`assumed_hardware`, `unknown_format` (8- or 4-bit numbers that no checked run of the engine computed in) and `doubling`
-are not learned from these runs. *Software unseen* is what to expect of a framework
-that nobody has measured: the generic engine was set by the same runs, but by two constants only.
+`assumed_hardware`, `unknown_format` (8- or 4-bit numbers that no checked run of the engine computed in), `experts`
+(which no checked run had) and `doubling` are not learned from these runs. *Software unseen* is what to expect of a
+framework that nobody has measured: the generic engine was set by the same runs, but by two constants only.
 """
 
 

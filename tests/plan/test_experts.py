@@ -8,7 +8,7 @@ import pytest
 
 from ironlaw.catalog.nodes import parse_cluster
 from ironlaw.errors import UserError
-from ironlaw.ledger import Estimate, Origin
+from ironlaw.ledger import Estimate, Origin, Phase
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import MoEConfig
 from ironlaw.model.parameters import of_blocks
@@ -373,6 +373,24 @@ def test_who_sends_a_token_once_per_rank_sends_less():
     np.testing.assert_allclose(once, [8 * (1 - 0.335), 2 * (1 - 0.0033)], rtol=0.01)
     seconds = [plan_candidates(candidates, system_of(cluster, e, "bf16")).costs.ep_layer for e in (flex, plain)]
     assert (seconds[0] < 0.75 * seconds[1]).all()
+
+
+def test_torchtitan_keeps_nothing_of_experts_but_what_ranks_exchange():
+    """Its list of kept operations has matmuls and exchanges, no grouped product (models/llama4/infra/parallelize.py):
+    of Qwen3 30B with 64k tokens on a B200 it kept a third of what was planned before."""
+    where = system_of(parse_cluster("8xb200-sxm"), engine("torchtitan"), "bf16")
+    layouts = [parse_layout(f"dp=8 zero=3 recompute=selective ep={ep}") for ep in (1, 8)]
+    qwen = ModelConfig.named("qwen3-30b-a3b")
+    moe = qwen.moe
+    wide = qwen.model_copy(update={"moe": moe.model_copy(update={"expert_ffn": 2 * moe.expert_ffn})})
+    alone, exchanged = (candidates_of(m, layouts, sequence=4096, global_batch=8) for m in (qwen, wide))
+    kept, more = (plan_candidates(c, where) for c in (alone, exchanged))
+    np.testing.assert_allclose(kept.peak.activations, more.peak.activations)
+    rows = 2 * 4096 * moe.experts_per_token * IMBALANCE * qwen.hidden * 2  # as they arrive and come back
+    assert np.diff(kept.peak.activations)[0] == pytest.approx(qwen.layers * rows, rel=0.01)
+    again = more.costs.again["matmul", 1] - kept.costs.again["matmul", 1]
+    once = more.costs.block["matmul", Phase.FORWARD] - kept.costs.block["matmul", Phase.FORWARD]
+    np.testing.assert_allclose(again, once)
 
 
 def test_the_load_of_a_published_run_is_even_and_said(tmp_path):

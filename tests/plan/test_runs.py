@@ -157,6 +157,27 @@ def test_params_tell_a_gated_network_from_a_plain_one(tmp_path):
     assert not run.job.model.gated_ffn  # four times the width: a plain network
 
 
+def test_heads_wider_than_their_share_of_the_stream(tmp_path):
+    """Qwen3 32B: 64 heads of 128 beside a stream of 5,120, planned as heads of 80 before."""
+    qwen = {"layers": "64", "hidden": "5120", "heads": "64", "ffn": "25600", "vocab": "151936"}
+    told, counted, plain = (
+        read(tmp_path, **qwen, **said)[0] for said in ({"head_dim": "128"}, {"params": "32.8e9"}, {})
+    )
+    assert told.job.model.parameters == counted.job.model.parameters == pytest.approx(32.76e9, rel=1e-3)
+    assert plain.job.model.head_size == 80 and "head_dim = 128 (what its params say)" in counted.assumed
+    long = {
+        "params": "1.5e8",
+        "layers": "12",
+        "hidden": "768",
+        "heads": "12",
+        "ffn": "3072",
+        "gated_ffn": "0",
+        "tied": "1",
+    }
+    run, _ = read(tmp_path, **long | {"kv_heads": "12", "vocab": "50368", "seq": "32768"})
+    assert run.job.model.head_size == 64  # the rest are learned positions
+
+
 def test_a_degree_that_the_row_leaves_open_follows_from_the_others(tmp_path):
     for said, degree in (({"tp": "", "pp": "2", "dp": "2"}, "tp"), ({"tp": "4", "pp": "", "dp": "1"}, "pp")):
         run, _ = read(tmp_path, **said)
@@ -182,6 +203,16 @@ def test_a_degree_that_the_row_leaves_open_follows_from_the_others(tmp_path):
         ({"global_batch": "4", "dp": "8"}, "less than"),
         ({"step_seconds": "inf"}, "finite"),
         ({"step_seconds": "3,5"}, "write a point before decimals"),
+        ({"peak_bytes": "45"}, "write a unit, as in 45GiB"),
+        ({"kv_heads": "64"}, "more than heads 32"),
+        ({"precision": "no fp8"}, "not known"),
+        ({"precision": "MXFP4"}, "not known"),
+        ({"recompute": "optimal"}, "none, selective or full"),
+        ({"checks": "speed"}, "not 'speed'"),
+        ({"global_batch": "262144"}, "counts sequences"),
+        ({"tokens_per_second_per_accelerator": "131072"}, "is not what"),  # of all eight together
+        ({"shard": "3"}, "cannot be grouped by shard"),
+        ({"schedule": "sideways", "pp": "2"}, "schedule is 1f1b"),
     ],
 )
 def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
@@ -199,12 +230,22 @@ def test_what_cannot_be_planned_says_why(tmp_path, cells, reason):
         ({"attention": "TE fused"}, "flash", 1), ({"heads": ""}, "heads", 32), ({"vocab": ""}, "vocab", 50304),
         ({"micro_batch": "NaN"}, "micro_batch", 1), ({"sequence_parallel": "TRUE", "tp": "2"}, "sp", 1),
         ({"global_batch": "1,024"}, "global_batch", 1024), ({"cp": "2", "dp": "8"}, "dp", 4),
+        ({"zero": "no fsdp"}, "zero", 0), ({"zero": "HSDP", "accelerators": "32"}, "shard", 8),
+        ({"zero": "HSDP", "accelerators": "32", "tp": "4"}, "shard", 2), ({"zero": "fsdp", "shard": "4"}, "shard", 4),
+        ({"recompute": "w/o checkpointing"}, "recompute", "none"), ({"attention": "none"}, "flash", 1),
+        ({"recompute": "every 2 layers"}, "recompute", "every:2"), ({"attention": "non-flash"}, "flash", 0),
+        ({"attention": "no flash"}, "flash", 0), ({"peak_bytes": "45GiB"}, "peak_bytes", 45 * 2**30),
+        ({"status": "finished"}, "ran", 1), ({"status": "1"}, "ran", 1), ({"status": "CUDA OOM"}, "ran", 0),
+        ({"schedule": "ZB-H1", "pp": "2"}, "schedule", "zb"), ({"checks": "Time"}, "checks", "time"),
+        ({"cp_kind": "ulysses", "cp": "2"}, "cp_kind", "all_to_all"),
+        ({"schedule": "dualpipe", "pp": "2"}, "virtual_stages", 2),
+        ({"global_batch": "", "micro_batch": "2", "tokens_per_second_per_accelerator": "16384"}, "global_batch", 64),
     ],
 )  # fmt: skip
 def test_words_and_gaps(tmp_path, cells, name, value):
     run, said = read(tmp_path, **cells)
     assert run is not None, said
-    holder = next(of for of in (run.job, run.job.layout, run.job.model) if hasattr(of, name))
+    holder = next(of for of in (run, run.job, run.job.layout, run.job.model) if hasattr(of, name))
     found = getattr(holder, name)
     assert (str(found) if name == "recompute" else found) == value
 
@@ -227,6 +268,9 @@ def test_another_file_format_is_named(tmp_path):
     path.write_text("")
     with pytest.raises(UserError, match="header"):
         read_runs(path)
+    path.write_text("layers,hidden,Layers\n1,64,2\n")
+    with pytest.raises(UserError, match="2 columns 'layers'"):
+        read_runs(path)
 
 
 def test_a_small_table_does_not_limit_what_others_read(tmp_path):
@@ -239,7 +283,7 @@ def test_a_small_table_does_not_limit_what_others_read(tmp_path):
 def test_other_separators_orders_and_marks(tmp_path):
     path = tmp_path / "x.csv"
     names = list(reversed(ROW))
-    lines = [";".join(name.upper() for name in names), ";".join(ROW[name] for name in names) + ";one too many"]
+    lines = [";".join(name.upper() for name in names), ";".join(ROW[name] for name in names) + ";"]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     runs, rejected = read_runs(path)
     assert len(runs) == 1 and not rejected and runs[0].id == "row 2"
@@ -247,6 +291,15 @@ def test_other_separators_orders_and_marks(tmp_path):
         path.read_text().replace("2.0;bf16", "2,345;bf16")
     )  # as spreadsheets write it where semicolons separate
     assert read_runs(path)[0][0].step_seconds == 2.345
+    path.write_text(path.read_text().replace(";\n", ";") + "NVLink")  # text that held the separator moved every cell
+    assert "a cell too many, 'NVLink'" in read_runs(path)[1][0][2]
+
+
+def test_what_is_not_read_is_said(tmp_path):
+    odd = {"virtual_stage": "2", "remark": "", "tokens_per_second_per_accelerator": "99999", "step_seconds": ""}
+    document = validate(write(tmp_path / "runs.csv", [ROW, {"peak_bytes": ""} | ROW | odd])).to_json()
+    assert document["unread_columns"] == ["virtual_stage (virtual_stages?)", "remark"]
+    assert document["overall"]["time"]["n"] == 1 and "at the peak" in document["rows"][1]["assumed"][-1]
 
 
 def test_throughput_gives_the_step_time(tmp_path):
@@ -442,6 +495,17 @@ def test_one_way_of_planning_a_row_leaves_the_others_as_they_are(tmp_path):
     said = {"framework": "NeMo", "precision": "bf16", "virtual_stages": "1", "recompute": "none", "tp": "1"}
     run, _ = read(tmp_path, **said)
     assert run.alternatives == ()
+
+
+def test_who_exchanges_rows_how_widens_the_interval_unless_stated(tmp_path):
+    said = MIXTRAL | {"model": "Qwen3-30B-A3B", "layers": "48", "hidden": "2048", "kv_heads": "4", "ep": "64"}
+    said |= {"accelerators": "64", "framework": "Megatron-LM", "accelerator": "h100-sxm-80gb"}
+    rows = [ROW | said | {"framework": name} for name in ("Megatron-LM", "Megatron-LM with DeepEP")]
+    open_, stated = validate(write(tmp_path / "runs.csv", rows)).to_json()["rows"]
+    assert stated["predicted_step_seconds"] < 0.9 * open_["predicted_step_seconds"]
+    assert open_["step_interval"][0] < stated["predicted_step_seconds"]
+    low, planned = stated["step_interval"][0], stated["predicted_step_seconds"]
+    assert open_["step_interval"][0] / open_["predicted_step_seconds"] < 0.95 * low / planned
 
 
 def test_software_without_fused_attention_until_lately_is_planned_without_it_and_its_interval_knows(tmp_path):

@@ -241,6 +241,8 @@ def test_links_whose_constants_are_assumed_are_named():
         ("mixtral-8x22b", "8xmi300x", "generic", "dp=4 zero=2 shard=2 pp=2", 4, ("fp32", "tf32")),
         # Transfers go on while the device waits for launches.
         ("phi-3-mini", "16xh800-sxm-80gb", "nanotron", "dp=16 recompute=every:8", 16, ("tf32", "bf16")),
+        # Attention that hides the exchange of keys hides no rows of experts.
+        ("mixtral-8x22b", "64xl40s", "nemo", "dp=4 cp=16 cp_kind=ring ep=16 micro_batch=64", 256, ("fp32", "tf32")),
     ],
 )
 def test_faster_products_make_no_step_longer(name, on, software, layout, batch, formats):

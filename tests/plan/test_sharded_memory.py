@@ -141,3 +141,6 @@ def test_software_that_keeps_gathered_weights_in_pipelines_holds_whole_gradients
     many = candidates("dp=8 zero=2 pp=2", "dp=8 zero=2")
     scattered, whole = (peak_memory(many, e).gradients for e in (wide, keeps))
     assert whole == pytest.approx(scattered * [8, 1])
+    # Reduced once a step, after all backward passes, they wait in no buffer beside activations: as under ZeRO-1.
+    total = peak_memory(candidates("dp=8 zero=2 pp=2", "dp=8 zero=1 pp=2"), keeps).total
+    assert total[0] == total[1]

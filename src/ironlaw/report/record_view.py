@@ -62,6 +62,8 @@ def record_view(found: Found) -> Document:
     _failed(view, [row for row in found["rows"] if not row["ran"]])
     _worst(view, found["rows"])
     _not_planned(view, found["not_planned"])
+    if found["unread_columns"]:
+        view.text(f"Columns that mean nothing here: {', '.join(found['unread_columns'])}.", role="caution")
     _assumed(view, found["rows"])
     generic = sum(row["engine"] == "generic" for row in found["rows"])
     if generic:

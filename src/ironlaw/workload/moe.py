@@ -268,6 +268,12 @@ def _fused_experts(shape: Shape) -> list[Operation]:
     ]  # fmt: skip
 
 
+def routed(operations: list[Operation]) -> list[Operation]:
+    """Return a block's operations on rows, from the one that gives experts their rows to their last product."""
+    names = [op.name for op in operations]
+    return operations[names.index("dispatch") : names.index("combine")]
+
+
 def permuted_elements(shape: Shape) -> tuple[Size, Size]:
     """Return the elements read and written to sort a rank's tokens into rows, and to sum rows into tokens.
 

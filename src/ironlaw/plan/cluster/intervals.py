@@ -6,7 +6,7 @@ accelerator generation, models within a factor `COMPARABLE` in size), and larger
 number formats. No checked run had experts, so none is comparable to a mixture of experts:
 
     spread^2 = within^2 + between^2 / (1 + groups) + unknown_engine^2 + assumed_hardware^2 + unknown_format^2
-               + doubling^2 x doublings
+               + experts^2 + doubling^2 x doublings
     interval = planned x exp(-spread / skew) ... planned x exp(spread x skew)
 
 `doublings`: of the number of accelerators beyond the largest checked run. The interval is skewed because runs are
@@ -46,6 +46,7 @@ class Distance:
     assumed_hardware: bool  # nothing was measured on this generation, not even matmuls alone
     doublings: float
     unknown_format: bool = False  # 8- or 4-bit numbers that no checked run of the engine computed in
+    experts: bool = False  # which no checked run had
 
     def __str__(self) -> str:
         words = [f"{self.groups} groups of comparable runs" if self.groups else ""]
@@ -53,6 +54,7 @@ class Distance:
         words += ["no comparable runs of this engine" if not (self.groups or self.unknown_engine) else ""]
         words += ["hardware that nothing was measured on" if self.assumed_hardware else ""]
         words += ["a number format that none of them computed in" if self.unknown_format else ""]
+        words += ["experts, which no checked run had" if self.experts else ""]
         words += [f"{2**self.doublings:.0f} times the accelerators of any checked run" if self.doublings >= 1 else ""]
         return ", ".join(word for word in words if word)
 
@@ -84,7 +86,7 @@ def distance(
     unknown = engine == GENERIC or engine not in factors()["time"]["checked"]
     seen = factors()[quantity].get("formats", {}).get(engine, {})
     narrow = bool(precision) and number_format(precision).narrow and not any(precision in of for of in seen.values())
-    return Distance(groups, unknown, assumed, doublings, narrow and quantity == "time")
+    return Distance(groups, unknown, assumed, doublings, narrow and quantity == "time", experts)
 
 
 def comparable(parameters: float, low: float, high: float) -> bool:
@@ -97,7 +99,7 @@ def spread_factors(known: Mapping[str, Any], where: Distance) -> tuple[float, fl
     squared = known["within"] ** 2 + known["between"] ** 2 / (1 + where.groups)
     squared += known["unknown_engine"] ** 2 * where.unknown_engine
     squared += known["assumed_hardware"] ** 2 * where.assumed_hardware
-    squared += known["unknown_format"] ** 2 * where.unknown_format
+    squared += known["unknown_format"] ** 2 * where.unknown_format + known["experts"] ** 2 * where.experts
     squared += known["doubling"] ** 2 * where.doublings
     spread = np.sqrt(squared)
     return -spread / known["skew"], spread * known["skew"]

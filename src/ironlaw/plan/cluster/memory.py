@@ -26,9 +26,11 @@ from ironlaw.plan.cluster.collective_costs import buffer_bytes
 from ironlaw.plan.cluster.stages import stage_layers
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import FP32, Shape, attention_core_bytes
-from ironlaw.workload.kinds import forward_of
+from ironlaw.workload.kinds import forward_of, has_experts
 from ironlaw.workload.latent import widened_bytes
+from ironlaw.workload.moe import routed
 from ironlaw.workload.recompute import kept_bytes, weight_copies
+from ironlaw.workload.sizes import Size
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,27 @@ def _block_bytes(candidates: Candidates, engine: TrainingEngine) -> dict[str, Ar
                 beside = everything - entrance if policy is None else kept_bytes(shape, policy, kind)
                 partly = partly + of_layers * share * beside
     elif engine.selective_kept_share > 0:
-        partly = entrance + engine.selective_kept_share * (everything - entrance)
+        experts, exchanged = _expert_bytes(candidates, engine, shape)
+        partly = entrance + engine.selective_kept_share * (everything - entrance - experts) + exchanged
     elif engine.repeats_up_projections(candidates.model):
         partly = everything - engine.activation_slack * widened_bytes(shape)
     else:
         partly = everything - core
     return {"everything": everything, "partly": partly, "entrance": entrance, "copies": copies}
+
+
+def _expert_bytes(candidates: Candidates, engine: TrainingEngine, shape: Shape) -> tuple[Size, Size]:
+    """Returns the bytes that a block keeps for its routed experts, if selective recomputation repeats them in full, and
+    what it keeps of their exchange."""
+    if engine.selective_experts == "alike" or not candidates.has_experts:
+        return 0.0, 0.0
+    kept, sent = 0.0, 0.0
+    for kind, share in candidates.kinds.items():
+        of_experts = routed(forward_of(shape, kind)) if has_experts(kind) else []
+        kept = kept + share * sum(op.saved_bytes for op in of_experts)
+        sent = sent + share * sum(op.saved_bytes for op in of_experts[:1])  # rows as they arrive
+    keeps = (candidates.ep > 1) & (engine.selective_experts == "exchanged")
+    return engine.activation_slack * kept, engine.activation_slack * np.where(keeps, 2 * sent, 0.0)
 
 
 def in_flight(candidates: Candidates, stage: int | Array) -> Array:
@@ -210,9 +227,7 @@ class _StageMemory:
         if engine.master_bytes == 0 and engine.weight_bytes > engine.element_bytes:
             # fp32 weights are gathered in 16 bits. ZeRO-2 keeps the 16-bit ones; the optimizer has the fp32 ones.
             narrow = engine.gathered_bytes
-            kept = c.zero == 2
-            if not engine.fused:  # FSDP2 gathers for ZeRO 1 as for 2
-                kept = kept | (c.zero == 1)
+            kept = (c.zero == 2) | (engine.pipeline_keeps & (c.zero == 1))  # FSDP2 gathers for ZeRO 1 as for 2
             sharded = self.own * narrow + self.parameters * engine.weight_bytes / c.shard_ranks
             weights = np.where(kept, sharded, weights)
             off = self.parameters * narrow / np.where(whole, c.shard_ranks, 1.0)
@@ -278,11 +293,11 @@ class _StageMemory:
     def _gathered(self) -> Array:
         """Returns the bytes of temporarily gathered weights, gradients in transfer and message buffers."""
         c, engine, stream = self.candidates, self.engine, self.candidates.tokens * self.candidates.model.hidden
-        # Two gathered blocks under ZeRO-3; under ZeRO-2 too, the gradients of one block before they are scattered.
+        # Two gathered blocks under ZeRO-3; the gradients of one block where backward passes scatter them.
         # Gathered weights are quantised one block at a time; stored quantised, both gathered blocks have that width.
         copies = engine.storage.copy_bytes * np.where(engine.narrow_parameters, 2.0, 1.0)
         gathered = np.where(c.zero >= 3, 2 * engine.gathered_bytes + copies, 0.0)
-        gathered = gathered + np.where(c.zero >= 2, engine.gradient_bytes, 0.0)
+        gathered = gathered + np.where(engine.reduces_in_pieces(c.zero, c.pp), engine.gradient_bytes, 0.0)
         gathered = gathered * c.local_block_parameters
         # The embedding's output before it is scattered over the tensor parallel ranks.
         gathered = gathered + np.where(self.first & (c.sp > 0), engine.entrance_bytes * stream, 0.0)

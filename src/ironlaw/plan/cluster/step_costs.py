@@ -42,7 +42,7 @@ from ironlaw.plan.cluster.system import ClusterSystem
 from ironlaw.plan.engines.engine import TrainingEngine
 from ironlaw.workload.blocks import Policy, Shape
 from ironlaw.workload.conventions import whole_tiles
-from ironlaw.workload.kinds import IN_16_BITS, both_passes, shape_of
+from ironlaw.workload.kinds import EXPERT, IN_16_BITS, both_passes, shape_of
 from ironlaw.workload.latent import WIDE as WIDENING
 from ironlaw.workload.operations import Operation
 from ironlaw.workload.recompute import RECOMPUTED_SUFFIX, recomputed_operations
@@ -135,10 +135,12 @@ def _repetitions(model: ModelConfig, engine: TrainingEngine, op: Operation, part
     """Returns how often full and selective recomputation repeat an operation of the forward pass.
 
     Selectively, Megatron repeats the attention core (NeMo, for latent attention, the projections that widen its
-    inputs); torchtitan repeats every other matmul and element-wise operations, seldom attention.
+    inputs); torchtitan repeats every other matmul, all of experts and element-wise operations, seldom attention.
     """
     if not engine.repeats_attention_alone:
         matmuls, attention = engine.selective_shares
+        if op.name.startswith(EXPERT) and engine.selective_experts != "alike":
+            matmuls = 1.0
         return 1.0, {"matmul": matmuls, "stream": 1.0, "shard": 1.0}.get(part, attention)
     if engine.repeats_up_projections(model):
         return 1.0, float(op.name.removesuffix("_cast") in WIDENING)

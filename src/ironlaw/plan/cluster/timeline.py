@@ -101,9 +101,6 @@ class _Layer:
         self.again = np.where(full, whole * candidates.recomputed_share, np.where(selective, partly, 0.0))
         passes = 2 + candidates.recomputed_share
         self.tp_exposed = costs.tp_collectives * passes * costs.tp_collective * slow["tp"] * (1 - engine.tp_hidden)
-        exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows are sent out and back
-        beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
-        self.ep_exposed = exchange - np.minimum(beside, forward + self.backward)
         kind = context_kinds(candidates, engine)
         # Megatron's selective recomputation repeats attention together with its exchange.
         repeats = engine.repeats_attention_alone and not engine.repeats_up_projections(candidates.model)
@@ -112,10 +109,17 @@ class _Layer:
         attention = (forward_of["attention"] + forward_of["scores"]) * (1 + repeated) + backward_of["attention"]
         sent = costs.cp_layer * cp_passes * slow["cp"]
         self.cp_exposed = exposed(sent, candidates, kind, attention, engine.cp_hidden)
+        exchange = 2 * passes * costs.ep_layer * slow["ep"]  # rows are sent out and back
+        beside = np.where(costs.crosses["ep"], engine.ep_hidden_across, engine.ep_hidden) * exchange
+        compute = forward + self.backward - (sent - self.cp_exposed)  # that hides no exchange of keys
+        self.ep_exposed = exchange - np.minimum(beside, compute)
         # Device seconds of both passes, without waiting for sharded weights and offloaded activations.
         self.device = forward + self.backward + self.again + self.tp_exposed + self.cp_exposed + self.ep_exposed
-        self.fsdp_exposed, fsdp_hidden = _sharded(costs, candidates, engine, slow["dp"], self.device)
-        self.free = self.device - fsdp_hidden  # device seconds that can hide further transfers
+        hidden = sent - self.cp_exposed + exchange - self.ep_exposed
+        left = self.device - hidden
+        self.left = 1 - hidden / (forward + self.backward)  # share of compute that hides no exchange
+        self.fsdp_exposed, fsdp_hidden = _sharded(costs, candidates, engine, slow["dp"], left)
+        self.free = left - fsdp_hidden  # device seconds that can hide further transfers
         # Activations move to the host during the next block's forward pass, and back during its backward pass.
         self.offloaded = np.maximum(costs.host_layer - forward, 0.0)
         self.offloaded = self.offloaded + np.maximum(costs.host_layer - self.backward - self.again, 0.0)
@@ -127,8 +131,8 @@ class _Layer:
 def _sharded(
     costs: StepCosts, candidates: Candidates, engine: TrainingEngine, slow: Array, device: Array
 ) -> tuple[Array, Array]:
-    """Returns the transfer seconds of a layer's sharded weights and gradients: those exposed, and those that its own
-    device time hides.
+    """Returns the transfer seconds of a layer's sharded weights and gradients: those exposed, and those that hide
+    behind `device`, its seconds that hide no exchange of keys or of experts' rows.
 
     ZeRO-3 gathers weights for forward and again for backward; terms are zero where nothing is sharded.
     """
@@ -197,12 +201,12 @@ class Times:
         # The last micro-batch's backward hides gradient reduction, the first one's forward the gathering of weights,
         # also while the device waits for launches.
         hiding = (count * elapsed / np.where(count > 0, blocks, 1.0))[row]
-        window, free = hiding * (layer.backward + layer.again), hiding * layer.free
+        window, free = hiding * layer.left * (layer.backward + layer.again), hiding * layer.free
         # Gradients over data parallel ranks, once per step, and weights after the update.
         reduce, gather = costs.dp_reduce * slow["dp"], costs.dp_gather * slow["dp"]
         reduce_hidden = np.minimum(np.minimum(engine.dp_hidden * reduce, window), free)
         free = free - np.where(micro_batches > 1, 0.0, reduce_hidden)  # one micro-batch hides both
-        gather_hidden = np.minimum(np.minimum(engine.dp_hidden * gather, hiding * layer.forward), free)
+        gather_hidden = np.minimum(np.minimum(engine.dp_hidden * gather, hiding * layer.left * layer.forward), free)
         self.reduce_exposed, self.gather_exposed = reduce - reduce_hidden, gather - gather_hidden
         # Gradients move to the host during the last backward pass; weights return while others are still updated.
         offload_step = np.maximum(costs.host_gradients - window, 0.0) + costs.host_update

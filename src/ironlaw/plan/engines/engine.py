@@ -55,6 +55,9 @@ class TrainingEngine(Conventions):
     selective_matmul_share: float = constant(0.0, "1", "of a block's matmuls that selective recomputation repeats")
     selective_widens: bool = constant(False, "", "selective recomputation repeats what widens latent attention")
     selective_attention_share: float = constant(0.0, "1", "of attention, where it repeats matmuls")
+    selective_experts: str = constant(
+        "alike", "", "it has experts: alike, repeated, or repeated but for what is exchanged"
+    )
     streaming_traffic: float = constant(1.5, "1", "bytes of norms and residual additions over those of fused kernels")
     shard_traffic: float = constant(1.4, "1", "the same for activations, rotations and layout copies, which tp divides")
     score_traffic: float = constant(1.3, "1", "the same for materialised attention scores")

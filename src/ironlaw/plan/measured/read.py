@@ -6,7 +6,9 @@ rejected with its reason, without affecting others.
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,7 +19,7 @@ from typing import Any
 from ironlaw.catalog.accelerators import Accelerator
 from ironlaw.catalog.formats import number_format
 from ironlaw.catalog.nodes import Cluster, node
-from ironlaw.errors import UserError, did_you_mean
+from ironlaw.errors import UserError, did_you_mean, shortened
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.cluster.candidates import TrainingJob, plain_model
@@ -27,9 +29,9 @@ from ironlaw.plan.engines.named import GENERIC, engine_of_framework
 from ironlaw.plan.engines.named import engine as engine_named
 from ironlaw.plan.measured.accelerator import accelerator_of, in_rack, named_experts
 from ironlaw.plan.measured.network import described_node, resized
-from ironlaw.plan.measured.parsing import Cells, read_table
-from ironlaw.workload.layout import Layout
-from ironlaw.workload.schedule import fewer_layers_at_ends
+from ironlaw.plan.measured.parsing import EXCESS, Cells, read_table
+from ironlaw.workload.layout import Layout, parse_layout
+from ironlaw.workload.schedule import V_SHAPED, fewer_layers_at_ends
 from ironlaw.workload.sections import Recompute
 
 REQUIRED = ("layers", "hidden", "seq", "accelerator", "accelerators")
@@ -41,7 +43,18 @@ NODE_WITHOUT_DESCRIPTION = {"a100-sxm-40gb": "dgx-a100"}
 
 HEAD_SIZE = 128  # where a row gives no heads: usual in recent models
 USUAL_VOCAB = 50304  # GPT-2's, padded
-SAME_PARAMETERS = 0.04  # relative difference below which `params` decides whether a model is gated and tied
+COLUMNS = set("""
+    id group source notes framework model params layers hidden heads kv_heads head_dim ffn gated_ffn vocab tied seq
+    global_batch micro_batch accelerator accelerators per_node interconnect tp pp virtual_stages schedule cp cp_kind ep
+    etp dp zero shard imbalance sequence_parallel recompute attention precision step_seconds peak_bytes
+    tokens_per_second_per_accelerator experts experts_per_token expert_ffn shared_ffn expert_layers status checks
+""".split())  # fmt: skip  # noqa: SIM905
+"""Columns that a table may have."""
+
+SAME_PARAMETERS = 0.04  # relative difference below which `params` decides what a row leaves open of the model
+MAX_STEP_TOKENS = 5e8  # of a step: eight times the largest published batch; more are a batch counted in tokens
+STATED = ("shard", "schedule", "cp_kind")  # columns that are keys of a layout, with the same values
+SAME_RATE = 1.2  # ratio of step time and throughput above which they are not of one run
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Alternative:
 
     layout: Mapping[str, Any] = field(default_factory=dict)  # fields of the layout that differ
     job: Mapping[str, Any] = field(default_factory=dict)  # other fields of the job that differ
-    constants: Mapping[str, float] = field(default_factory=dict)  # constants of the engine that differ
+    constants: Mapping[str, Any] = field(default_factory=dict)  # constants of the engine that differ
     weight: float = 1.0  # weight of the difference in the interval: lower for rare settings
 
 
@@ -104,6 +117,14 @@ def read_runs(path: Path, engine: TrainingEngine | None = None) -> tuple[list[Ru
     return runs, rejected
 
 
+def unread_columns(path: Path) -> list[str]:
+    """Returns the columns that have no meaning here, each with the nearest that has one."""
+    names, _ = read_table(path)
+    unknown = [name for name in names if name and name not in COLUMNS]
+    near = {name: difflib.get_close_matches(name, COLUMNS.difference(names), 1) for name in unknown}
+    return [name + (f" ({near[name][0]}?)" if near[name] else "") for name in unknown]
+
+
 def _count_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
     """Return, by group, the number of rows that state each number format."""
     found: dict[str, Counter[str]] = {}
@@ -114,7 +135,21 @@ def _count_formats(rows: Iterable[Cells]) -> dict[str, Counter[str]]:
     return found
 
 
+def _step_seconds(cells: Cells, job: TrainingJob, count: int) -> float | None:
+    """Returns the measured seconds of a step, from the throughput where the row does not give them."""
+    seconds, rate = cells.measured("step_seconds"), cells.measured("tokens_per_second_per_accelerator")
+    by_rate = job.global_batch * job.sequence / (rate * count) if rate else None
+    if seconds and by_rate and not 1 / SAME_RATE < seconds / by_rate < SAME_RATE:
+        batch = f"{job.global_batch:g} sequences of {job.sequence:g} tokens"
+        raise UserError(
+            f"step_seconds {seconds:g} is not what tokens_per_second_per_accelerator {rate:g} is with {batch}"
+        )
+    return seconds or by_rate
+
+
 def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Mapping[str, int]) -> Run:
+    if extra := cells.text(EXCESS):
+        raise UserError(f"a cell too many, '{shortened(extra)}': quote text that holds the separator")
     count = cells.needed("accelerators")
     acc, note = accelerator_of(cells.text("accelerator"), cells.whole("per_node"))
     acc, rack = in_rack(acc, cells.text("interconnect"))
@@ -124,18 +159,18 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         attention = "standard"
         cells.assumed.append(f"attention = standard (FlashAttention has no kernels for {acc.name})")
     engine = engine or _engine(cells, attention or "flash")
+    if re.search("deepep|hybridep", cells.lower("framework") + cells.lower("notes")):
+        engine = replace(engine, rows_sent="ranks")
     if attention is None:
         attention = engine.attention or engine.default_attention
         cells.assumed.append(f"attention = {attention} (the engine's default)")
+    cluster = _cluster(cells, acc, count)
     model, flash = _model(cells), attention == "flash"
-    job = _job(cells, engine, count, model, flash)
+    job = _job(cells, engine, cluster, model, flash)
     if cells.recompute() is None and engine.default_recompute != "none":
         cells.assumed.append(f"recompute = {engine.default_recompute} (the engine's default)")
-    seconds = cells.measured("step_seconds")
-    if seconds is None and (rate := cells.measured("tokens_per_second_per_accelerator")):
-        seconds = job.global_batch * job.sequence / (rate * count)
     precisions = {} if cells.precision() else format_shares(engine, acc, stated)
-    cluster, precision = _cluster(cells, acc, count), _precision(cells, acc, precisions)
+    precision = _precision(cells, acc, precisions)
     open_settings = {
         "recompute": cells.recompute() is None and engine.default_recompute == "none",
         "micro_batch": cells.whole("micro_batch") is None and job.layout.pp == 1,
@@ -148,10 +183,10 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
         cluster=cluster,
         precision=precision,
         job=job,
-        step_seconds=seconds,
-        peak_bytes=cells.measured("peak_bytes"),
-        ran=cells.lower("status") in ("", "ok", "success", "completed", "ran", "done", "pass"),
-        checks=cells.text("checks") or "memory+time",
+        step_seconds=_step_seconds(cells, job, count),
+        peak_bytes=cells.measured_bytes("peak_bytes"),
+        ran=cells.ran(),
+        checks=cells.checks(),
         assumed=tuple(cells.assumed),
         open=frozenset(name for name, is_open in open_settings.items() if is_open),
         alternatives=_alternatives(cells, job, acc, engine),
@@ -162,7 +197,7 @@ def _run(identity: str, cells: Cells, engine: TrainingEngine | None, stated: Map
 def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: TrainingEngine) -> tuple[Alternative, ...]:
     """Returns other plausible settings of the row's software that affect the time, where the row is silent."""
     layout, found = job.layout, []
-    if cells.whole("virtual_stages") is None and layout.pp > 1:
+    if cells.whole("virtual_stages") is None and layout.pp > 1 and layout.schedule not in V_SHAPED:
         possible = layout.virtual_stages == 1 and "virtual" not in engine.lacks
         other = _max_virtual_stages(job.model.layers, layout, job.global_batch) if possible else 1
         found += [Alternative({"virtual_stages": other})] if other != layout.virtual_stages else []
@@ -178,6 +213,8 @@ def _alternatives(cells: Cells, job: TrainingJob, acc: Accelerator, engine: Trai
         found.append(Alternative({"recompute": again}, weight=0.5))
     if cells.attention() is None and not engine.attention and engine.default_attention == "standard" and acc.has_flash:
         found.append(Alternative(job={"flash": True}))
+    if layout.ep > 1 and engine.rows_sent == "choices":
+        found.append(Alternative(constants={"rows_sent": "ranks", "ep_hidden_across": 0.8}))
     if engine.tp_overlap and layout.tp > 1:
         hidden = engine.on(acc.generation).tp_hidden
         found.append(Alternative(constants={"tp_hidden": engine.tp_overlap if hidden < engine.tp_overlap else 0.0}))
@@ -207,22 +244,23 @@ def _engine(cells: Cells, attention: str) -> TrainingEngine:
         return engine_named(GENERIC)
 
 
-def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, flash: bool) -> TrainingJob:
+def _job(cells: Cells, engine: TrainingEngine, cluster: Cluster, model: ModelConfig, flash: bool) -> TrainingJob:
     ep = cells.given("ep", 1)
     if ep > 1 and model.moe is None:
         raise UserError(
             "ep > 1 is a mixture of experts, and neither its columns nor its model's name say how many experts, nor "
             "how many work: experts, experts_per_token and expert_ffn would"
         )
-    dp, tp, pp, cp = _degrees(cells, count)
+    dp, tp, pp, cp = _degrees(cells, cluster.count)
     etp = _expert_tp(cells, ep, dp * cp, tp, engine.default_etp)
     imbalance = cells.number("imbalance", 1)
     if imbalance is None and ep > 1 and engine.default_imbalance:
         imbalance = cells.assume("imbalance", engine.default_imbalance, "as in the vendor's published runs")
-    micro_batch, global_batch = _batch(cells, dp, pp)
+    micro_batch, global_batch = _batch(cells, dp, pp, cluster.count)
     zero, sp = cells.zero_stage(), cells.flag("sequence_parallel")
-    layout = Layout(
-        dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
+    stated = parse_layout(" ".join(f"{name}={cells.lower(name)}" for name in STATED if cells.text(name)))
+    layout = replace(
+        stated, dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, micro_batch=micro_batch,
         sp=(engine.default_sp if sp is None else sp) and tp > 1,
         recompute=Recompute.parse(cells.recompute() or engine.default_recompute),
     )  # fmt: skip
@@ -231,6 +269,9 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
         cells.assumed.append(f"some of the {pp} x {virtual} stages hold no layer: there are {model.layers}")
     if global_batch < dp * micro_batch:
         raise UserError(f"global_batch {global_batch} is less than dp {dp} x micro_batch {micro_batch}")
+    if layout.shard is None and cells.is_hybrid():
+        within = math.gcd(max(cluster.node.accelerators // (tp * cp), 1), dp)
+        layout = replace(layout, shard=cells.assume("shard", within, "hybrid sharding is within a node"))
     if zero == 3 and pp > 1 and engine.pipeline_keeps:
         zero = cells.assume("zero", 2, "this software keeps weights gathered over a step in pipelines")
     if zero is None and pp > 1 and engine.default_zero == 3 and not engine.pipeline_keeps:
@@ -238,6 +279,8 @@ def _job(cells: Cells, engine: TrainingEngine, count: int, model: ModelConfig, f
     if zero is None:
         zero = cells.assume("zero", engine.default_zero, "the engine's default")
     layout = replace(layout, zero=zero, virtual_stages=virtual)
+    if reason := layout.reason_sharding():
+        raise UserError(reason)
     return TrainingJob(model, layout, cells.needed("seq"), global_batch, flash, imbalance or 0.0)
 
 
@@ -264,20 +307,29 @@ def _degrees(cells: Cells, count: int) -> tuple[int, int, int, int]:
     return dp, tp, pp, cp
 
 
-def _batch(cells: Cells, dp: int, pp: int) -> tuple[int, int]:
+def _batch(cells: Cells, dp: int, pp: int, count: int) -> tuple[int, int]:
     """Returns the sequences of a micro-batch and of a step."""
     batch, micro = cells.whole("global_batch"), cells.whole("micro_batch")
     if micro is None and batch is None:
         raise UserError("micro_batch and global_batch are not given")
+    if batch is not None and batch * cells.needed("seq") > MAX_STEP_TOKENS:
+        raise UserError(f"global_batch counts sequences: {batch} of {cells.needed('seq')} tokens are no published step")
     if micro is None:
         assert batch is not None
         micro = 1 if pp == 1 else cells.assume("micro_batch", 1, "assumed")
-    return micro, cells.assume("global_batch", dp * micro, "one micro-batch") if batch is None else batch
+    if batch is None:
+        seconds, rate = cells.measured("step_seconds"), cells.measured("tokens_per_second_per_accelerator")
+        rounds = seconds * rate * count / (cells.needed("seq") * dp * micro) if seconds and rate else 1.0
+        why = "what step_seconds and the throughput say" if seconds and rate else "one micro-batch"
+        batch = cells.assume("global_batch", max(round(rounds), 1) * dp * micro, why)
+    return micro, batch
 
 
 def _virtual(cells: Cells, engine: TrainingEngine, layers: int, layout: Layout, global_batch: int) -> int:
     """Returns the row's virtual stages; else the most possible where users of this software shorten a long bubble."""
     given = cells.whole("virtual_stages")
+    if given is None and layout.schedule in V_SHAPED:
+        given = layout.virtual_stages
     if given is not None:
         return given
     bubble = (layout.pp - 1) * layout.dp * layout.micro_batch / global_batch
@@ -301,13 +353,16 @@ def _expert_tp(cells: Cells, ep: int, replicas: int, tp: int, usual: int) -> int
 
 def _model(cells: Cells) -> ModelConfig:
     """Returns a model with the row's sizes, which need not be those of a buildable model."""
-    hidden = cells.needed("hidden")
-    heads = cells.given("heads", max(hidden // HEAD_SIZE, 1), f"heads of {HEAD_SIZE}")
+    hidden, size = cells.needed("hidden"), cells.whole("head_dim")
+    heads = cells.given("heads", max(hidden // (size or HEAD_SIZE), 1), f"heads of {size or HEAD_SIZE}")
+    kv_heads = cells.given("kv_heads", heads)
     if hidden < heads:
         raise UserError(f"heads {heads} are more than hidden {hidden}")
+    if heads < kv_heads:
+        raise UserError(f"kv_heads {kv_heads} are more than heads {heads}")
     sizes: dict[str, Any] = {
         "layers": cells.needed("layers"), "hidden": hidden, "heads": heads,
-        "kv_heads": min(cells.given("kv_heads", heads), heads), "head_size": hidden / heads,
+        "kv_heads": kv_heads, "head_size": size or hidden / heads,
         "ffn": cells.given("ffn", 4 * hidden), "vocab": cells.given("vocab", USUAL_VOCAB),
         "context": cells.needed("seq"),
     }  # fmt: skip
@@ -324,20 +379,28 @@ def _model(cells: Cells) -> ModelConfig:
         for g in ([usual, not usual] if gated is None else [gated])
         for t in ([False, True] if tied is None else [tied])
     ]  # fmt: skip
-    return options[0] if len(options) == 1 else _closest_model(cells, options, gated, tied)
+    return _closest_model(cells, options, gated, tied)
 
 
 def _closest_model(cells: Cells, options: list[ModelConfig], gated: bool | None, tied: bool | None) -> ModelConfig:
-    """Chooses gated and tied where the row does not state them: by `params` if one option matches, else by shape."""
-    wanted = cells.number("params", 0)
-    best, why = options[0], "by the width of its feed-forward network"
-    if wanted:
-        off = [abs(option.model_copy(update={"context": 1}).parameters / wanted - 1) for option in options]
-        if min(off) < SAME_PARAMETERS:
-            best, why = options[off.index(min(off))], "what its params say"
-    for name, given, value in (("gated_ffn", gated, best.gated_ffn), ("tied", tied, best.tied)):
-        if given is None:
-            cells.assumed.append(f"{name} = {value} ({why})")
+    """Chooses what the row does not state of gated, tied and the size of a head: by `params` if an option has them,
+    with or without learned positions, else by shape."""
+    wanted, first, why = cells.number("params", 0) or math.inf, options[0], "by the width of its feed-forward network"
+
+    def off(model: ModelConfig) -> float:
+        return min(abs(m.parameters / wanted - 1) for m in (model, model.model_copy(update={"context": 1})))
+
+    best, sizes = first, [first.head_size]
+    if first.head_size is not None and cells.whole("head_dim") is None:
+        sizes.append(HEAD_SIZE)
+    for size in sizes:
+        closest = min((option.model_copy(update={"head_size": size}) for option in options), key=off)
+        if off(closest) < SAME_PARAMETERS:
+            best, why = closest, "what its params say"
+            break
+    found = {"gated_ffn": gated, "tied": tied, "head_dim": True if best.head_size == first.head_size else None}
+    values = {"gated_ffn": best.gated_ffn, "tied": best.tied, "head_dim": best.head_size}
+    cells.assumed += [f"{name} = {values[name]} ({why})" for name, given in found.items() if given is None]
     return best
 
 

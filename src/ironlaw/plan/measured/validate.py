@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from ironlaw.catalog.nodes import Node
 from ironlaw.errors import UserError
 from ironlaw.plan.cluster.candidates import Array, Candidates, TrainingJob, candidates_of_jobs, structure
 from ironlaw.plan.cluster.estimate import plan_candidates
@@ -29,7 +28,7 @@ from ironlaw.plan.cluster.intervals import interval_factors
 from ironlaw.plan.cluster.memory import peak_memory, reported_bytes
 from ironlaw.plan.cluster.system import ClusterSystem, system_of, usable_bytes
 from ironlaw.plan.engines.engine import TrainingEngine
-from ironlaw.plan.measured.read import Alternative, Rejected, Run, read_runs
+from ironlaw.plan.measured.read import Alternative, Rejected, Run, read_runs, unread_columns
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,12 @@ class Prediction:
 
 def alike(runs: Sequence[Run]) -> list[list[int]]:
     """Groups the indices of runs with the same accelerator, node, engine, precision and structure of the model."""
-    found: dict[tuple[str, str, Node, str, bool, tuple[bool, ...]], list[int]] = {}
+    found: dict[tuple[Any, ...], list[int]] = {}
     for index, run in enumerate(runs):
         several = run.cluster.count > 1  # one accelerator needs no link
         key = (
-            run.engine.name, run.cluster.accelerator.name, run.cluster.node, run.precision, several,
-            structure(run.job),
+            run.engine.name, run.engine.rows_sent, run.cluster.accelerator.name, run.cluster.node, run.precision,
+            several, structure(run.job),
         )  # fmt: skip
         found.setdefault(key, []).append(index)
     return list(found.values())
@@ -77,7 +76,19 @@ def plannable(runs: Sequence[Run]) -> tuple[list[Run], list[Rejected]]:
             rejected += [(runs[i].id, runs[i].group, str(error)) for i in indices]
         else:
             good += indices
-    return [runs[i] for i in sorted(good)], rejected
+    return _possible([runs[i] for i in sorted(good)]), rejected
+
+
+def _possible(runs: list[Run]) -> list[Run]:
+    """Returns the runs without step times that are less than their products take at the highest peak of the device."""
+    flops = of_runs(runs, lambda candidates: candidates.model_flops() / candidates.accelerators)
+    for i, run in enumerate(runs):
+        least = flops[i] / max(peak.value for peak in run.cluster.accelerator.peak_flops_per_second.values())
+        if (run.step_seconds or math.inf) < least:
+            note = f"step time = not compared ({run.step_seconds:.3g} s are less than {least:.3g} s at the peak: "
+            note += "tokens_per_second_per_accelerator is of one accelerator, global_batch of all)"
+            runs[i] = replace(run, step_seconds=None, assumed=(*run.assumed, note))
+    return runs
 
 
 def settled(runs: Sequence[Run]) -> list[Run]:
@@ -184,12 +195,16 @@ class ValidationRecord:
     prediction: Prediction
     rows: list[dict[str, Any]]
     rejected: list[Rejected]
+    unread: list[str] = field(default_factory=list)  # columns of the file that have no meaning here
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     overall: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         missing = not_planned(self.rejected)
-        return {"groups": self.groups, "overall": self.overall, "rows": self.rows, "not_planned": missing}
+        return {
+            "groups": self.groups, "overall": self.overall, "rows": self.rows, "not_planned": missing,
+            "unread_columns": self.unread,
+        }  # fmt: skip
 
 
 def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationRecord:
@@ -220,7 +235,7 @@ def validate(path: Path, engine: TrainingEngine | None = None) -> ValidationReco
         }
         for i, run in enumerate(runs)
     ]  # fmt: skip
-    record = ValidationRecord(runs, p, rows, [*unread, *unknown])
+    record = ValidationRecord(runs, p, rows, [*unread, *unknown], unread_columns(path))
     for name in dict.fromkeys([run.group for run in runs] + [group for _, group, _ in record.rejected]):
         record.groups[name] = _summary(record, [i for i, run in enumerate(runs) if run.group == name], name)
     record.overall = _summary(record, list(range(len(runs))), None)
