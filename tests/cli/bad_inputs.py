@@ -39,8 +39,8 @@ RUN_VERBS: dict[str, tuple[list[str], list[str]]] = {
     "explain": (["explain"], []),
     "explain two": (["explain", "RUN"], []),
     "generate": (["generate"], ["--tokens", "2"]),
-    "export": (["export"], ["exported"]),
-    "compress": (["compress"], ["--to", "int4", "--out", "compressed"]),
+    "export": (["export"], []),
+    "compress": (["compress"], ["--to", "int4"]),
     "runs": (["runs"], []),
 }
 CSV_VERBS: dict[str, tuple[list[str], list[str]]] = {
@@ -108,6 +108,7 @@ def of_paths() -> Iterator[Case]:
     for verb, (before, after) in {**CONFIG_VERBS, **RUN_VERBS, **CSV_VERBS}.items():
         for number in range(len(NAMES)) if verb in ("plan", "explain", "validate") else (0, 1, 3, 5, 8):
             yield f"{verb}: path {number} {NAMES[number][:9]!a}", [*before, NAMES[number] + "x", *after], {}
+        yield f"{verb}: path is a circular link", [*before, "loop", *after], {"loop": circle}
 
 
 TABLES = {

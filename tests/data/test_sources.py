@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -374,17 +375,41 @@ def test_bits_per_byte_need_the_bytes_of_all_tokens(tmp_path: Path) -> None:
     assert prepare(DataConfig(sources=(text, {"path": str(tmp_path / "set")}), **own), 300).bits_per_byte(3.0) is None
 
 
-@pytest.mark.parametrize("write", [write_saved, "named"])
-def test_a_missing_shard_is_named(tmp_path: Path, write: Writer | str) -> None:
-    if callable(write):
-        write(tmp_path, "text")
-        missing = "data-00001-of-00002.arrow"
-        (tmp_path / missing).unlink()
-    else:
-        (tmp_path / "part").mkdir()
-        for number in (0, 2):
-            (tmp_path / "part" / f"train-{number:05d}-of-00003.jsonl").write_text('{"text": "some text"}\n')
-        missing = "part/train-00001-of-00003.jsonl"
-    with pytest.raises(UserError, match=rf"shard .*{missing} .* is missing") as caught:
+@pytest.mark.parametrize(
+    ("shards", "missing"),
+    [
+        ("train-00000-of-00003.jsonl train-00002-of-00003.jsonl", "train-00001-of-00003.jsonl"),
+        ("c4.00000-of-01024.json.gz", "c4.00001-of-01024.json.gz"),
+        ("x_1_of_3.jsonl x_3_of_3.jsonl", "x_2_of_3.jsonl"),
+        ("train-0-of-2-ab12.jsonl", "train-1-of-2-ab12.jsonl"),
+        ("train-0-of-3-ab12.jsonl train-2-of-3-cd34.jsonl", "train-1-of-3*.jsonl"),
+        ("train-0-of-2-ab12.jsonl train-1-of-2-cd34.jsonl", None),  # each with its own digest
+        ("x_1_of_2.jsonl x_2_of_2.jsonl", None),
+    ],
+)
+def test_a_missing_shard_is_named(tmp_path: Path, shards: str, missing: str | None) -> None:
+    (tmp_path / "part").mkdir()
+    for name in shards.split():
+        (tmp_path / "part" / name).write_text('{"text": "some text"}\n')
+    if missing is None:
+        assert len(corpora.find(SourceConfig(path=str(tmp_path))).files) == 2
+        return
+    for dangling in (False, True):  # as a cache whose content is gone
+        if dangling:
+            (tmp_path / "part" / missing.replace("*", "")).symlink_to("nowhere")
+        with pytest.raises(UserError, match=rf"shard .*part/{re.escape(missing)} .* is missing") as caught:
+            corpora.find(SourceConfig(path=str(tmp_path)))
+        assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_of_a_saved_set_is_named(tmp_path: Path) -> None:
+    write_saved(tmp_path, "text")
+    (tmp_path / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match=r"shard .*data-00001-of-00002.arrow .* is missing"):
         corpora.find(SourceConfig(path=str(tmp_path)))
-    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_shard_of_rows_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "train-00000-of-00001.parquet").touch()
+    with pytest.raises(UserError, match=r"train-00000-of-00001.parquet is damaged"):
+        list(corpora.find(SourceConfig(path=str(tmp_path))).documents())

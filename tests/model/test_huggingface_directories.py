@@ -79,6 +79,20 @@ def test_a_converted_tokenizer_ends_where_its_model_stops(saved: Callable[..., P
 
 
 @needs_transformers
+@pytest.mark.parametrize("named", ["LlamaTokenizer", "BertTokenizer"])
+def test_files_of_another_tokenizer_than_the_named_one_are_refused(
+    saved: Callable[..., Path], tmp_path: Path, named: str
+) -> None:
+    """Without its own files a class makes a tokenizer of special tokens alone, to which every text is empty."""
+    folder = saved(tmp_path / "model")
+    in_parts(folder)
+    fields = {"tokenizer_class": named, "eos_token": tokenizer.END_OF_TEXT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"could not be converted \(the tokenizer's class reads other files"):
+        tokenizer.load(folder)
+
+
+@needs_transformers
 def test_vocabulary_and_merges_make_the_same_tokens(
     saved: Callable[..., Path], tmp_path: Path, ironlaw_here: Callable[..., tuple[int, str, str]],
     tiny_file: Callable[..., Path],

@@ -53,7 +53,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     assert losses(tmp_path / "run") == undisturbed(tiny_config())
 
 
-def test_generate_and_export_say_which_step_they_take(
+def test_every_verb_says_which_step_it_takes(
     ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     assert ironlaw_here("train", tiny_file(), "--out", "run")[0] == 0
@@ -67,6 +67,14 @@ def test_generate_and_export_say_which_step_they_take(
     assert json.loads(out)["step"] == 8 and "step-00000012 is damaged" in json.loads(out)["passed_over"][0]
     code, out, messages = ironlaw_here("export", "run", "again")
     assert code == 0 and "step 8" in out and "step-00000012 is damaged" in messages
+    short = tiny_file(train={"steps": 2})
+    for words in (
+        ("compress", "run", "--to", "int8"),
+        ("train", short, "--out", "tuned", "--set", "model.from=run"),
+        ("distil", short, "--out", "student", "--teacher", "run"),
+    ):
+        code, _, messages = ironlaw_here(*words)
+        assert code == 0 and " ".join(messages.split()).count("step-00000012 is damaged") == 1, words
 
 
 def test_a_session_replaces_the_tokenizer_as_a_whole(

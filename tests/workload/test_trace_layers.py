@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from ironlaw.errors import UserError
 from ironlaw.plan.memory import peak_memory
 from ironlaw.plan.request import plan_request
 from ironlaw.plan.request_types import Options
-from ironlaw.workload.module_source import Input
+from ironlaw.workload.module_source import Input, causal_decoder
 from ironlaw.workload.program import step_of_trace
 from ironlaw.workload.trace import trace
 from ironlaw.workload.trace_layers import longest_stack
@@ -101,6 +102,18 @@ def decoder(kind: str) -> nn.Module:
     config.use_cache = False
     module: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return module
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"model_type": "mamba2", "num_hidden_layers": 10**9}, {"model_type": "jamba", "num_experts": 10**6},
+     {"model_type": "qwen3_5", "text_config": {"num_hidden_layers": 10**9}}],
+)  # fmt: skip
+def test_no_more_layers_and_experts_are_built_than_can_be(fields: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"num_\w+ = 1,000,.*000, and a model that is traced has at most 1,000 of them"):
+        causal_decoder(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [k if k == "bamba" else pytest.param(k, marks=pytest.mark.long) for k in DECODERS])

@@ -271,7 +271,7 @@ def _add(corpus: Corpus, path: Path, name: str) -> None:
         corpus.reasons[name] = "not a file"
     elif kind == "text" and status.st_size > corpus.maximum_file_bytes:
         corpus.reasons[name] = "too large"
-    elif status.st_size == 0:
+    elif status.st_size == 0 and kind not in ("parquet", "arrow"):  # those are damaged
         corpus.reasons[name] = "empty"
     else:
         size = megatron.open_indexed(path).bytes if kind == "megatron" else status.st_size
@@ -318,18 +318,22 @@ def _add_saved_dataset(corpus: Corpus, folder: Path) -> None:
         _add(corpus, folder / name, str(name))
 
 
-_SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*)")
+_SHARD = re.compile(r"(.*?)(\d+)([-_]of[-_])(\d+)(\D.*)?")  # what follows may be a digest of each shard
 
 
 def _check_shards(corpus: Corpus) -> None:
     """Raise if a numbered file is missing: `train-00001-of-00003.parquet` alone is not the whole data set."""
-    there = {file.name for file in corpus.files} | corpus.reasons.keys()
-    for file in corpus.files:
-        if found := _SHARD.fullmatch(file.name):
-            before, _, count, after = found.groups()
-            names = (f"{before}{number:05d}-of-{count}{after}" for number in range(int(count)))
-            if missing := next((name for name in names if name not in there), None):
-                raise _missing_shard(corpus.root / missing)
+    there = {file.name for file in corpus.files} | {n for n, why in corpus.reasons.items() if why != "unreadable"}
+    sets: dict[tuple[str, ...], dict[int, re.Match[str]]] = {}
+    for found in filter(None, map(_SHARD.fullmatch, sorted(there))):
+        sets.setdefault((*found.group(1, 3, 4), Path(found[0]).suffix), {})[int(found[2])] = found
+    for (before, of, count, suffix), shards in sets.items():
+        first = int(int(count) in shards)  # some count from 1
+        missing = next((number for number in range(first, first + int(count)) if number not in shards), None)
+        if missing is not None:
+            width, ends = len(next(iter(shards.values()))[2]), {found[5] or "" for found in shards.values()}
+            end = ends.pop() if len(ends) == 1 else f"*{suffix}"
+            raise _missing_shard(corpus.root / f"{before}{missing:0{width}d}{of}{count}{end}")
 
 
 def _missing_shard(path: Path) -> UserError:

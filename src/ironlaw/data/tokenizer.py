@@ -63,6 +63,9 @@ def _converted(folder: Path, files: list[Path], names: str) -> Path:
     logging.set_verbosity_error()  # errors are reported below, in one line
     try:
         inner = AutoTokenizer.from_pretrained(folder, use_fast=True, local_files_only=True).backend_tokenizer
+        special = {token.content for token in inner.get_added_tokens_decoder().values()}
+        if inner.get_vocab(with_added_tokens=False).keys() <= special:
+            raise ValueError("the tokenizer's class reads other files than these")
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, inner.to_str(pretty=True))
     except Exception as error:  # each tokenizer class raises its own exceptions

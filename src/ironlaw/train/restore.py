@@ -4,7 +4,7 @@ does not start from random ones."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -160,11 +160,12 @@ def load(
         return store.read(checkpoint.path, model, states or {})
 
 
-def check_first_weights(source: str, config: ModelConfig) -> None:
-    """Raise UserError, before anything is written, if `source` does not hold the weights of this model."""
+def check_first_weights(source: str, config: ModelConfig, warn: Callable[[str], Any] | None = None) -> None:
+    """Raise UserError, before anything is written, if `source` does not hold the weights of this model. For `warn` see
+    `checkpoint.newest`."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
-        check_model(newest_of(folder), config)
+        check_model(newest_of(folder, warn), config)
     elif folder.is_dir():
         check_weights(folder, config)
     else:
@@ -180,11 +181,14 @@ def load_first_weights(source: str, model: nn.Module, config: ModelConfig) -> No
         load_weights(folder, model, config)
 
 
-def check_base(finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None) -> None:
+def check_base(
+    finetune: FinetuneConfig, source: str | None, config: ModelConfig, start: Checkpoint | None,
+    warn: Callable[[str], Any] | None = None,
+) -> None:  # fmt: skip
     """Raise UserError, before anything is written, if the base is missing or is not the one `start` was trained on."""
     if source is None:
         raise UserError(f'finetune.method = "{finetune.method}" needs a model to adapt: give --set model.from=DIR')
-    check_first_weights(source, config)
+    check_first_weights(source, config, warn)
     adapters_of(config, names_of(Path(source), config), finetune)
     if start is not None and base_digest(source) != start.index["base"]["sha256"]:
         raise UserError(f"{source} has changed since {start.path} was trained on it: put its old weights back")

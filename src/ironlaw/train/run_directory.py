@@ -88,7 +88,7 @@ def _has_numbers(entry: dict[str, Any]) -> bool:
 
 def path_beside(path: Path, word: str) -> Path:
     """Return the default output path for something made from a run or model: `path` with `-word` appended."""
-    whole = path.resolve()
+    whole = Path(os.path.realpath(path))  # unlike `resolve`, without an exception for links in a circle
     return (path if path.name == whole.name else whole).with_name(f"{whole.name}-{as_name(word)}")
 
 

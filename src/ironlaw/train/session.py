@@ -173,7 +173,10 @@ def check_start(
 ) -> checkpoint.Checkpoint | None:
     """Check everything that can fail before the first step. Returns the checkpoint to start from, if there is one."""
     if config.objective.teacher is not None:
-        check_text(at_home(config.objective.teacher), dataset, teaches=True)
+        teacher = at_home(config.objective.teacher)
+        check_text(teacher, dataset, teaches=True)
+        if RunDirectory(teacher).is_run:
+            checkpoint.newest_of(teacher, say)
     loader = Loader(dataset, config.data, config.sequence)
     loader.training(config.train.global_batch, config.train.seed)
     cut = loader.facts().get("documents_cut_fraction", 0.0)
@@ -189,9 +192,9 @@ def check_start(
         if run.metrics_file.is_file():
             say("the run ended before its first checkpoint was complete: it starts again at step 1")
     if config.finetune.adapts:
-        check_base(config.finetune, config.train.start_from, config.model, start)
+        check_base(config.finetune, config.train.start_from, config.model, start, say)
     elif start is None and config.train.start_from:
-        check_first_weights(config.train.start_from, config.model)
+        check_first_weights(config.train.start_from, config.model, say)
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)

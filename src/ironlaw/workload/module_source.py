@@ -9,6 +9,7 @@ Nothing here imports torch; importing the user's package usually does.
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import math
 import re
@@ -153,6 +154,9 @@ def _one_line(error: BaseException) -> str:
 
 # -- decoders that transformers builds ---------------------------------------------------------------------------------
 
+MAX_MODULES = 1000  # layers, and experts of a layer: each is built as Python objects, in milliseconds
+_COUNT = re.compile(r"(?:^|_)(?:n|num)_(?:\w+_)?(?:layers?|experts|blocks)$")
+
 
 def causal_decoder(file: Path) -> tuple[Callable[[], Any], int | None]:
     """Return a function that builds the fp32 module of a `config.json` (or its directory), and its longest sequence.
@@ -165,6 +169,10 @@ def causal_decoder(file: Path) -> tuple[Callable[[], Any], int | None]:
         raise UserError("its type is built by transformers: pip install 'ironlaw[hf]'") from None
     logging.getLogger("transformers").setLevel(logging.ERROR)
     try:
+        fields = json.loads((file / "config.json" if file.is_dir() else file).read_text(encoding="utf-8-sig"))
+        for key, value in (fields | fields.get("text_config", {})).items():  # before transformers lists the layers
+            if _COUNT.search(key) and isinstance(value, int) and value > MAX_MODULES:
+                raise ValueError(f"{key} = {value:,}, and a model that is traced has at most {MAX_MODULES:,} of them")
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"transformers {transformers.__version__} cannot read it: {_one_line(error)}") from error
