@@ -39,8 +39,8 @@ WHEREVER = ("gradients_uncleared", "gradients_zeroed", "graphs_retained", "left_
             "unscaled", "updates_again")  # fmt: skip
 PARTS = ("attention_mask_rank", "attention_masked", "broadcasts", "busy_thread", "copies", "decompositions",
          "denormals", "float64_operations", "forwards_unread", "gradients_idle", "graphs_again", "half_operations",
-         "inputs_differentiated",
-         "module_again", "operation_slow", "outputs_unread", "padding", "passes_apart", "programs_beside",
+         "inputs_differentiated", "module_again", "operation_slow", "outputs_unread", "padding", "passes_apart",
+         "programs_beside",
          "rows_untouched", "steps_grow", "values_unread", "vocabulary_unused", "weights_combined",
          "written_out", "zeros_multiplied")  # fmt: skip
 
@@ -55,7 +55,8 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Return the type of each fact that is present, by name."""
     at, text = _record(place=str | None, per_step=Number), str | None
-    part: Any = _record(part=Number, place=text, lines=(list[str], []))
+    more = dict.fromkeys(("of_backward", "optimizer", "rows", "unused"), (Known, None))
+    part: Any = _record(part=Number, place=text, lines=(list[str], []), operation=(text, None), **more)
     kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)
     update: Any = _record(
