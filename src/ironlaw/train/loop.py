@@ -37,9 +37,16 @@ from ironlaw.observe.spans import scopes_recorded
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpoint import RandomState, Stateful, seed_everything
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.faults import Interruption
+from ironlaw.train.faults import Interruption, is_out_of_memory, out_of_memory
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
+from ironlaw.train.history import (
+    Journal,
+    NoJournal,
+    batch_crc32,
+    load_step_profile,
+    save_step_profile,
+    write_event,
+)
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.offload import Transfer
@@ -86,12 +93,12 @@ class Trainer:
         self._probe = Probe(profile.fp32_products)
         self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
-        self._setup(step, start)
+        self._step_type, self._start = step, start
 
     # -- set up ----------------------------------------------------------------------------------------------
 
-    def _setup(self, step: type[Step], start: checkpoint.Checkpoint | None) -> None:
-        config, mesh = self.config, self.mesh
+    def _setup(self) -> None:
+        config, mesh, start = self.config, self.mesh, self._start
         host.keep_freed_memory()
         torch.set_num_threads(mesh.threads(self.profile))
         self.loader = Loader(self.dataset, config.data, config.sequence)
@@ -99,7 +106,9 @@ class Trainer:
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
         onednn = self.profile.fp32_products == "onednn"
-        self.one_step = step(config, self.plan.decided, mesh, onednn=onednn, fresh=start is None, say=self.say)
+        self.one_step = self._step_type(
+            config, self.plan.decided, mesh, onednn=onednn, fresh=start is None, say=self.say
+        )
         self.one_step.clock = self.clock
         # Everything that a resumed run must restore beside the weights, each saved under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
@@ -149,6 +158,20 @@ class Trainer:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
+        """Take all steps. Raises UserError, with the plan's advice, if a single process runs out of memory."""
+        try:
+            self._setup()
+            return self._train()
+        except Exception as error:
+            if self.mesh.size > 1 or not is_out_of_memory(error):
+                raise
+            last = self.checkpointer.last if hasattr(self, "checkpointer") else self._start
+            answer = out_of_memory(error, self.config, self.plan, self.profile, self.step, last)
+            with contextlib.suppress(OSError):
+                write_event(self.run, "out_of_memory", step=self.step, message=str(answer))
+            raise answer from None
+
+    def _train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
         monitor = find_gpu_monitor(self.device.index or 0) if accelerated else None
@@ -156,7 +179,7 @@ class Trainer:
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step
-        with self.interruption:
+        with self.interruption.listening():
             try:
                 self._train_to_end(first_step)
             except BaseException as error:

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from ironlaw.train.jsonl import read_lines
 
 LOCK = ".lock"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], None]  # of a signal
 _held: set[Path] = set()  # locked by this process: file locks do not exclude other threads of the process
 
 
@@ -170,7 +171,8 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     remove_partial(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
-        with _raise_on_signals():
+        # What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does.
+        with handled_signals(_raise_interrupt, lambda before: before is signal.SIG_DFL):
             partial.mkdir(parents=True)
             yield partial
             partial.rename(folder)  # also replaces an empty directory
@@ -184,21 +186,22 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _raise_on_signals() -> Iterator[None]:
-    """What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    heard = heard if threading.current_thread() is threading.main_thread() else []
-    for number in heard:
-        signal.signal(number, stop)
+def handled_signals(handler: Handler, replaces: Callable[[Any], bool]) -> Iterator[None]:
+    """Handle the signals that end a process whose present handlers `replaces` selects. Python delivers signals to the
+    main thread only, and in others this does nothing."""
+    here = ENDING_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in here if replaces(signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _is_partial(path: Path) -> bool:

@@ -7,7 +7,7 @@ offloading, the average of the weights, the noise scale. The training loop decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -53,7 +53,7 @@ class Step:
     attention: str | None = None  # the attention kernel in use, if known
     offload: ActivationOffload | None = None
     schedule: Any = None  # pipeline schedule, if any
-    plugins: Sequence[Any] = ()  # used on many ranks (`train/average.py`)
+    plugin: Any = None  # an extension used on many ranks (`train/parallel/store.py`)
     delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
     moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 
@@ -76,7 +76,7 @@ class Step:
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
         decay = config.train.average_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay, by_name=mesh.size > 1)
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         self.noise = NoiseScale()
 
     def _build(self, onednn: bool, fresh: bool) -> None:
@@ -139,7 +139,7 @@ class Step:
             states["average"] = self.average
         if self.config.train.noise_scale_every:
             states["noise scale"] = self.noise
-        return states | {plugin.name: plugin for plugin in self.plugins}
+        return states if self.plugin is None else states | {self.plugin.name: self.plugin}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         """Load weights and states from disk. Returns the names of states that the checkpoint lacks.
@@ -240,8 +240,8 @@ class Step:
         if counted is not None:
             # Losses that balance experts are means: their share of the batch is that of the micro-batch's targets.
             balance = self.objective.count(micro).float() if self.config.model.moe else None
-            return self.objective(self.model, micro, samples, "sum", balance) / counted
-        loss = self.objective(self.model, micro, samples)
+            return self.objective.total(self.model, micro, samples, balance) / counted
+        loss: Tensor = self.model(micro.inputs, micro.targets, samples)
         if len(batch.inputs) % self.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.micro_batches
@@ -279,9 +279,9 @@ class Step:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
             result = StepResult(float(mean), self._norm, stop)
-        for plugin in self.plugins:
+        if self.plugin is not None:
             with self.clock.phase(Phase.COMMUNICATION):
-                plugin.after(number + 1)
+                self.plugin.after(number + 1)
         return result
 
     def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[Any, Any, bool]:

@@ -349,7 +349,8 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             for name, tensor in tensors.items():
                 different = float((tensor - whole[0][name]).abs().max())
                 differences[name] = max(differences.get(name, 0.0), different)
-    return {"difference": max(differences.values(), default=0.0), "losses": losses}
+    last = checkpointer.last.step if checkpointer.last else None
+    return {"difference": max(differences.values(), default=0.0), "losses": losses, "last": last}
 
 
 def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -459,7 +460,7 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
     run = Run(config_of(case))
     found = run.train(0, 6)
     other = Run(config_of(case))
-    other.step.plugins = []
+    other.step.plugin = None
     expected = []
     for step in range(6):
         expected += other.train(step, step + 1)
@@ -599,7 +600,8 @@ def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     average = WeightAverage(model, config.train.average_decay or 0.5)
     states: dict[str, Any] = {"optimizer": optimizer} | ({"average": average} if config.train.average_decay else {})
     assert ShardedFiles().read(folder, model, states) == []
-    return {name: tensor.clone() for name, tensor in (dict(named_tensors(model, optimizer)) | average.named()).items()}
+    held = named_tensors(model, {"optimizer": optimizer, "average": average})
+    return {name: tensor.clone() for name, tensor in held}
 
 
 def _rank(rank: int, size: int, port: int, batches: Any, finished: Any) -> None:

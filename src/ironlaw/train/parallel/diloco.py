@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
 from ironlaw.model.linear import local_part
-from ironlaw.train.average import StepPlugin
 from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.materialize import COPY, named_like
+from ironlaw.train.parallel.store import StepPlugin
 
 CHUNK_ELEMENTS = 8 * 2**20
 """Number of elements reduced at a time: large enough for the bandwidth, small compared with the model."""

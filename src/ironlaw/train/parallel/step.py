@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,12 +83,14 @@ class LayoutStep(Step):
         self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.rank_model.transformers
         self.overflowed = False  # whether the last step's gradient did, which leaves the weights unchanged
         self._copies = {id(p): self._copies_of(p) for p in self.rank_model.parameters()}
-        found = (create(self.rank_model, config) for create in (gradient_compression.plugin_for, diloco.plugin_for))
-        self.plugins = [plugin for plugin in found if plugin is not None]
+        # At most one of them: a config with both is refused.
+        self.plugin = gradient_compression.plugin_for(self.rank_model, config) or diloco.plugin_for(
+            self.rank_model, config
+        )
         tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
         first_stage = next(iter(self.rank_model.stages.values()))
-        for plugin in self.plugins:
-            plugin.begin(first_stage, self.local(tokens))
+        if self.plugin is not None:
+            self.plugin.begin(first_stage, self.local(tokens))
         if self._compiled and isinstance(first_stage, DistributedDataParallel):
             # Otherwise a resumed run's first step would be rounded unlike that step of a run that was not stopped.
             with self.autocast():
@@ -346,9 +348,7 @@ class LayoutStep(Step):
     def evaluating(self) -> Iterator[None]:
         for part in self.rank_model.stages.values():
             part.eval()
-        with ExitStack() as plugged:
-            for plugin in self.plugins:
-                plugged.enter_context(plugin.evaluating())
+        with nullcontext() if self.plugin is None else self.plugin.evaluating():
             yield
         for part in self.rank_model.stages.values():
             part.train()
@@ -386,7 +386,8 @@ class LayoutStep(Step):
             if isinstance(part, DistributedDataParallel):  # gradients are views of persistent buckets
                 total += sum(p.nbytes for p in part.parameters() if p.requires_grad)
         received = list(pipeline.message_buffers(self.schedule))
-        return total + tree_bytes([plugin.held() for plugin in self.plugins]) + tree_bytes(received)
+        extended = () if self.plugin is None else self.plugin.held()
+        return total + tree_bytes(extended) + tree_bytes(received)
 
     def setting(self) -> dict[str, Any]:
         return super().setting() | {"layout": str(layout_of(self.mesh.config, self.micro_batch))}
