@@ -102,7 +102,9 @@ class Trainer:
         host.keep_freed_memory()
         torch.set_num_threads(mesh.threads(self.profile))
         self.loader = Loader(self.dataset, config.data, config.sequence)
-        self.batches = self.loader.training(config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.dp)
+        self.batches = self.loader.training(
+            config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.layout.dp
+        )
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
         onednn = self.profile.fp32_products == "onednn"

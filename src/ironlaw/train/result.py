@@ -48,7 +48,7 @@ def validate(
         batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0
     with step.evaluating():
-        for first in range(0, len(batches), mesh.dp):
+        for first in range(0, len(batches), mesh.layout.dp):
             mine = first + mesh.index("dp")
             counts = mine < len(batches)
             losses, counted = step.evaluate(to_device(batches[mine] if counts else batches[0]))

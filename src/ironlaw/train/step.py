@@ -65,7 +65,7 @@ class Step:
         `onednn`: fp32 matrix products use oneDNN."""
         self.config, self.decisions, self.mesh, self.device, self.say = config, decisions, mesh, mesh.device, say
         self.precision: str = decisions.precision
-        self.share = config.train.global_batch // mesh.dp  # sequences per replica
+        self.share = config.train.global_batch // mesh.layout.dp  # sequences per replica
         self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the models it depends on
         self.clock, self.recording = StepClock(), False
         self.gradient_pointers: set[int] = set()  # addresses in the last profiled step

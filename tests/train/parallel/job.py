@@ -37,7 +37,7 @@ from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
-from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session
 from ironlaw.train.average import WeightAverage
@@ -145,7 +145,7 @@ class Run:
         decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
         self.step = LayoutStep(config, decisions, self.ranks)
         self.rank_model, self.states = self.step.rank_model, self.step.states()
-        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
+        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.layout.dp)
         self.small_squares: list[float | None] = []
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
@@ -297,8 +297,8 @@ def task_noise(case: dict[str, Any], folder: Path) -> list[list[float]]:
     model, batches = Transformer(config.model), batches_of(config)
     optimizer, squares = build_optimizer(model, config.optimizer), []
     rows = [
-        replica * run.step.share + row for replica in range(run.ranks.dp)
-        for row in range(first_part(config, run.ranks.config) * run.step.micro_batch)
+        replica * run.step.share + row for replica in range(run.ranks.layout.dp)
+        for row in range(first_part(config, run.ranks.layout) * run.step.micro_batch)
     ]  # fmt: skip
     for step in range(4):
         batch = batches.batch(step).map(torch.from_numpy)
@@ -392,7 +392,7 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
     with counted(run.ranks) as found:
         run.train(2, 3)
-    layout = layout_of(run.ranks.config, run.step.micro_batch)
+    layout = run.ranks.layout
     asked = run.config.model, layout, batch_of(run.config), planned_recipe(run.config)
     planned = collectives(*asked, run.ranks.index("pp"))
 
@@ -509,7 +509,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             run.train(4, 5)
     peak = recorded.peak_bytes(begin)
     inside = persistent + again.peak_bytes()
-    layout = layout_of(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    layout = run.ranks.layout.filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
     planned = peak_memory(program, run.ranks.index("pp"))
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}

@@ -36,7 +36,7 @@ class SharedPeers(Peers):
     ) -> None:  # fmt: skip
         self.counting, self.exchanging = counting, exchanging
         self.ranks = 1 if counting is None else counting.size()
-        self.copies, self.cp = ranks.config.tp, ranks.config.cp
+        self.copies, self.cp = ranks.layout.tp, ranks.layout.cp
         self.sequence = sequence
 
     def total(self, counts: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class _Permute(torch.autograd.Function):
 
 def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
     """Create the process groups for a model with experts, and set those of every layer."""
-    together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
+    together = replicas_per_micro_batch(config, ranks.layout.dp) * ranks.layout.cp
     if together > 1:
-        others = ranks.dp * ranks.config.cp // together
-        shape = (ranks.config.pp, others, together, ranks.config.tp)
+        others = ranks.layout.dp * ranks.layout.cp // together
+        shape = (ranks.layout.pp, others, together, ranks.layout.tp)
         names = ("pp", "others", "micro_batch", "tp")
         mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
         ranks.groups["micro_batch"] = mesh.get_group("micro_batch")
@@ -140,7 +140,7 @@ def shard_experts(experts: Experts, ranks: Ranks) -> None:
         placements: list[Placement] = [Shard(0), Shard(inner)]
         if ranks.experts is None:
             mesh, placements = ranks.mesh["tp"], placements[1:]
-        elif ranks.config.tp > 1:
+        elif ranks.layout.tp > 1:
             mesh = ranks.experts["ep", "tp"]
         else:
             mesh, placements = ranks.experts["ep"], placements[:1]
@@ -170,7 +170,7 @@ def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
             layer.load.copy_(load[:-1])
             layer.dropped.copy_(load[-1])
     found = update_routing(model)
-    if ranks.config.pp == 1:
+    if ranks.layout.pp == 1:
         return found
     mine = found or (0.0, 0.0, 0.0)
     total = torch.tensor([*(value * len(layers) for value in mine), len(layers)], dtype=torch.float64)

@@ -37,7 +37,7 @@ from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, planned_layout, sites_of, usable
+from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, sites_of, usable
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
@@ -207,8 +207,8 @@ class RankJob:
     @property
     def title(self) -> str:
         """Description of the job for the console."""
-        layout = planned_layout(self.config, self.ranks.config)
-        return f"{self.ranks.size} ranks: {layout}" + (f" ({self.standing_by} more stand by)" * bool(self.standing_by))
+        more = f" ({self.standing_by} more stand by)" if self.standing_by else ""
+        return f"{self.ranks.size} ranks: {self.ranks.layout}{more}"
 
     def train(self, out: Path, profile: Profile, end: Callable[[int], Any] = os._exit, **named: Any) -> Outcome:
         """Train on every rank. `end` ends a rank after a hang."""

@@ -75,7 +75,7 @@ def build_schedule(
 
     `phase` is the context of every pass.
     """
-    config = ranks.config
+    config = ranks.layout
     stages = config.pp * config.virtual_stages
     here = sequence // config.cp
     tokens = torch.zeros(micro_batch, here, dtype=torch.long, device=ranks.device)
