@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -24,7 +23,7 @@ from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.mixture import Mixture, together
 from ironlaw.data.packing import Packed, best_fit
 from ironlaw.data.prepare import prepare
-from ironlaw.data.processes import ProcessBatches
+from ironlaw.data.processes import ProcessBatches, in_order
 from ironlaw.data.shards import TokenSplit
 from ironlaw.data.stream import StreamBatches
 from ironlaw.errors import UserError
@@ -135,7 +134,7 @@ class Prefetcher(Generic[Prepared]):
     `step` is the step of the next batch, and the only state to save: batches waiting in the queue are made again on
     resume. `apply(batch)` runs in the thread, for example to copy into pinned memory. `number_of(step)` is the number
     of the batch that a step takes, where some batches are left out. An exception in the thread is raised by the
-    consumer's next call.
+    consumer's call for its batch.
     """
 
     def __init__(
@@ -155,10 +154,9 @@ class Prefetcher(Generic[Prepared]):
         self._made_tokens = 0
         self._busy_seconds = 0.0
         self._copy_seconds = 0.0
-        self._steps = itertools.count(start) if stop is None else iter(range(start, stop))
         self._thread = ThreadPoolExecutor(1, "prefetch")
-        self._waiting: deque[Future[Prepared]] = deque()
-        self._send_for(depth + 1)
+        steps = itertools.count(start) if stop is None else range(start, stop)
+        self._made = in_order(steps, lambda step: self._thread.submit(self._make, step), depth + 1)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -178,10 +176,6 @@ class Prefetcher(Generic[Prepared]):
             "wait_seconds": self.wait_seconds,
         }
 
-    def _send_for(self, batches: int) -> None:
-        for step in itertools.islice(self._steps, batches):
-            self._waiting.append(self._thread.submit(self._make, step))
-
     def _make(self, step: int) -> Prepared:
         start = time.perf_counter()
         made = self._batches.batch(self._number_of(step))
@@ -197,19 +191,15 @@ class Prefetcher(Generic[Prepared]):
         return self
 
     def __next__(self) -> Prepared:
-        if not self._waiting:
-            raise StopIteration
         start = time.perf_counter()
-        batch = self._waiting[0].result()  # a failed batch stays, so that the next call raises again
+        _, batch = next(self._made)
         self.wait_seconds += time.perf_counter() - start
-        self._waiting.popleft()
         self.step += 1
-        self._send_for(1)
         return batch
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
-        self._waiting.clear()
+        self._made.close()
         self._thread.shutdown(cancel_futures=True)
         end = getattr(self._batches, "close", None)  # worker processes and pools
         if end is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,22 +29,9 @@ class WeightAverage:
         # The local parts are fetched each time: FSDP may replace the storage of a parameter.
         torch._foreach_lerp_(_parts(self.tensors), _parts(self.parameters), 1 - self.decay)
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Context in which the model uses the averages; its own weights are restored at the end."""
-        self.swap()
-        try:
-            yield
-        finally:
-            self.swap()
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Swap the contents: FSDP, DDP and compiled blocks keep references to their tensors."""
-        for mine, weight in zip(_parts(self.tensors), _parts(self.parameters), strict=True):
-            kept = weight.clone()
-            weight.copy_(mine)
-            mine.copy_(kept)
+    def applied(self) -> AbstractContextManager[None]:
+        """Return the context in which the model uses the averages; its own weights are restored at the end."""
+        return swapped(self.tensors, self.parameters)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -64,5 +51,24 @@ class WeightAverage:
         return dict(zip(map(id, self.parameters), self.tensors, strict=True))
 
 
-def _parts(tensors: list[Tensor]) -> list[Tensor]:
+@torch.no_grad()
+def swap(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Swap the contents: FSDP, DDP and compiled blocks keep references to their tensors."""
+    for mine, other in zip(_parts(tensors), _parts(others), strict=True):
+        kept = other.clone()
+        other.copy_(mine)
+        mine.copy_(kept)
+
+
+@contextmanager
+def swapped(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which the contents are swapped."""
+    swap(tensors, others)
+    try:
+        yield
+    finally:
+        swap(tensors, others)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [local_part(tensor).detach() for tensor in tensors]

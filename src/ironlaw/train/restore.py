@@ -29,7 +29,7 @@ from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.average import WeightAverage
+from ironlaw.train.average import WeightAverage, swap
 from ironlaw.train.checkpoint import (
     AdapterFiles,
     Checkpoint,
@@ -230,7 +230,7 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
         )
     if load(checkpoint, model, config, {"average": average}):
         raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
-    average.swap()
+    swap(average.tensors, average.parameters)
     if adapted:
         merge(model)
     return model.eval()

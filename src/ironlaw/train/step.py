@@ -89,7 +89,7 @@ class Step:
         self.model.to(device)
         use_onednn(self.model, onednn)
         use_native_attention(self.model, plan.native_attention)
-        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train)
+        self.moment = precision.prepare(self.model.blocks, device, self.precision, config.train)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)

@@ -431,12 +431,13 @@ def task_compiled(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run = Run(config_of(case | {"train": case["train"] | {"compile": wanted}}))
         with observed(run.ranks) as traffic:
             losses = run.train(0, 2)
-            with traffic.counting(StepClock()):
+            clock = StepClock()
+            with traffic.counting(clock):
                 losses += run.train(2, 3)
             store_at(run.step.store, folder, run)
             losses += run.train(3, 5)
         sent = {" ".join(key): [of.count, of.bytes] for key, of in sorted(traffic.table.items())}
-        waited = sum(of.exposed_seconds for of in traffic.found.values())
+        waited = sum(clock.times.waited_seconds.values())
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found[wanted] = {
             "losses": losses,

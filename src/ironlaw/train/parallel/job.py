@@ -238,7 +238,7 @@ def _chosen(choose: Choose, written: RunConfig, plain: RunConfig, size: int) -> 
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
 
 
-def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
+def default_layout(config: RunConfig, memory_bytes: float) -> LayoutConfig:
     """Return the layout if none is given: replicas, or full sharding if the state exceeds half of a rank's memory."""
     held = STATE_BYTES * config.model.parameters
     here = memory_bytes / torchrun_integer("LOCAL_WORLD_SIZE")
@@ -259,7 +259,7 @@ def job(
     written = config
     planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
-        config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
+        config = config.model_copy(update={"layout": default_layout(config, memory_bytes)})
     elastic = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before ranks wait for each other
         _raise_on_rank_0(lambda: check(config, size))

@@ -51,7 +51,7 @@ class LayoutStep(Step):
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
         model = self._adapted() if adapts else build_on_meta(config.model)
-        precision.prepare(model, model.blocks, self.device, self.precision, config.train)
+        precision.prepare(model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
@@ -75,6 +75,8 @@ class LayoutStep(Step):
             read_first_weights(config.train.start_from, self.rank_model.transformers.values(), self.model, self.store)
         self.optimizer = build_optimizer(self.rank_model.model, config.optimizer, whole=whole)
         if ranks.layout.pp > 1:
+            for part in self.rank_model.transformers.values():
+                pipeline.adapt_to_schedule(part, self.autocast)
             self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # for the parts of a step that estimates the noise scale
         # Number of ranks over which gradients are averaged.
@@ -125,10 +127,7 @@ class LayoutStep(Step):
         return tokens[:, partition.positions(tokens.shape[1])].contiguous()
 
     def _schedule_of(self, micro_batches: int) -> Any:
-        return pipeline.build_schedule(
-            self.rank_model.stages, self.mesh, micro_batches, self.micro_batch, self.config.sequence,
-            self.config.model.hidden, self.autocast, self.phase,
-        )  # fmt: skip
+        return pipeline.build_schedule(self.rank_model.stages, self.mesh, self.config, micro_batches, self.phase)
 
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
