@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -55,9 +56,7 @@ class Ranks(Mesh):
         return self.mesh.get_group(dimension)
 
     def size_of(self, dimension: str) -> int:
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return self.mesh.size(names.index(dimension))
+        return self.mesh[dimension].size()
 
     def process_groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups that a step uses, by mesh dimension. The last, of all ranks, agrees on loss and norm."""
@@ -202,18 +201,13 @@ def usable(config: RunConfig, size: int) -> int:
 
     Used to restart on the ranks that are left. dp must be free, because everything that the user wrote is kept.
     """
-    first: UserError | None = None
-    for wanted in range(size, 0, -1):
-        try:
-            check(config, wanted)
-        except UserError as problem:
-            first = first or problem
-            if config.layout is not None and config.layout.dp is not None:
-                break
-        else:
-            return wanted
-    assert first is not None
-    raise first
+    free = config.layout is None or config.layout.dp is None
+    for fewer in range(size, 0, -1) if free else ():
+        with suppress(UserError):
+            check(config, fewer)
+            return fewer
+    check(config, size)  # says what stands against all of them
+    return size
 
 
 def create_mesh(layout: Layout, sites: int = 1) -> Ranks:

@@ -33,7 +33,7 @@ from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import build_on_meta, copy_from
-from ironlaw.train.parallel.partition import RankPartition
+from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.restore import QuantizedFiles, load_for_inference
@@ -121,10 +121,8 @@ class LayoutStep(Step):
 
     def local(self, tokens: Tensor) -> Tensor:
         """Return this rank's positions of token sequences (B, S)."""
-        partition = next(iter(self.rank_model.transformers.values())).partition
-        if not isinstance(partition, RankPartition) or partition.cp == 1:
-            return tokens
-        return tokens[:, partition.positions(tokens.shape[1])].contiguous()
+        rank, cp = self.mesh.index("cp"), self.mesh.layout.cp
+        return tokens if cp == 1 else tokens[:, positions_of(rank, cp, tokens.shape[1])].contiguous()
 
     def _schedule_of(self, micro_batches: int) -> Any:
         return pipeline.build_schedule(self.rank_model.stages, self.mesh, self.config, micro_batches, self.phase)
