@@ -5,9 +5,8 @@ A thread makes batches ready while the step runs, and measures what each stage o
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -129,34 +128,28 @@ Prepared = TypeVar("Prepared")
 
 
 class Prefetcher(Generic[Prepared]):
-    """Iterates over the batches of steps `start`, `start + 1`, ... before `stop` (None: without end).
+    """Iterates over the batches with the given `numbers`.
 
-    `step` is the step of the next batch, and the only state to save: batches waiting in the queue are made again on
-    resume. `apply(batch)` runs in the thread, for example to copy into pinned memory. `number_of(step)` is the number
-    of the batch that a step takes, where some batches are left out. An exception in the thread is raised by the
-    consumer's call for its batch.
+    It has no state to save: batches that are made but not taken are made again on resume. `apply(batch)` runs in the
+    thread, for example to copy into pinned memory. An exception in the thread is raised by the consumer's call for its
+    batch.
     """
 
     def __init__(
         self,
         batches: BatchSource,
-        start: int = 0,
-        stop: int | None = None,
+        numbers: Iterable[int],
         depth: int = 4,
         apply: Callable[[Batch[np.ndarray]], Prepared] | None = None,
-        number_of: Callable[[int], int] | None = None,
     ):
-        self.step = start
         self.wait_seconds = 0.0  # that the consumer waited for batches, since the start
         self._batches = batches
-        self._number_of = number_of or (lambda step: step)
         self._apply = apply or (lambda batch: cast(Prepared, batch))
         self._made_tokens = 0
         self._busy_seconds = 0.0
         self._copy_seconds = 0.0
         self._thread = ThreadPoolExecutor(1, "prefetch")
-        steps = itertools.count(start) if stop is None else range(start, stop)
-        self._made = in_order(steps, lambda step: self._thread.submit(self._make, step), depth + 1)
+        self._made = in_order(numbers, lambda number: self._thread.submit(self._make, number), depth + 1)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -176,9 +169,9 @@ class Prefetcher(Generic[Prepared]):
             "wait_seconds": self.wait_seconds,
         }
 
-    def _make(self, step: int) -> Prepared:
+    def _make(self, number: int) -> Prepared:
         start = time.perf_counter()
-        made = self._batches.batch(self._number_of(step))
+        made = self._batches.batch(number)
         copying = time.perf_counter()
         batch = self._apply(made)
         end = time.perf_counter()
@@ -194,7 +187,6 @@ class Prefetcher(Generic[Prepared]):
         start = time.perf_counter()
         _, batch = next(self._made)
         self.wait_seconds += time.perf_counter() - start
-        self.step += 1
         return batch
 
     def close(self) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ironlaw.config import RunConfig
 from ironlaw.data.batch import Batch
 from ironlaw.data.loader import Loader
 from ironlaw.ledger import Estimate, Ledger, Origin
@@ -19,7 +18,6 @@ from ironlaw.machine import host, interference
 from ironlaw.observe.measured import Observations, measured_ledger
 from ironlaw.plan.recipe import batch_of
 from ironlaw.train.history import now
-from ironlaw.train.mesh import Mesh
 from ironlaw.train.step import Step
 from ironlaw.workload.program import batch_bytes
 
@@ -34,16 +32,15 @@ class Outcome:
 
 
 @torch.no_grad()
-def validate(
-    step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], max_batches: int
-) -> float:
-    """Return the mean loss on held-out text over all replicas, which share the batches. `max_batches`: global ones.
+def validate(step: Step, loader: Loader, to_device: Callable[[Batch[Any]], Batch[Tensor]]) -> float:
+    """Return the mean loss on held-out text over all replicas, which share the batches.
 
     Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
     pipelined = step.schedule is not None  # a pipeline evaluates only batches of the training step's size
     rows = step.share if pipelined else step.micro_batch
-    batches = list(loader.validation(rows, max_batches * step.config.train.global_batch))
+    config, mesh = step.config, step.mesh
+    batches = list(loader.validation(rows, config.evaluation.batches * config.train.global_batch))
     if pipelined:  # drop an incomplete batch, even if it is the only one
         batches = [batch for batch in batches if len(batch.inputs) == rows]
     total, tokens = 0.0, 0.0
@@ -64,8 +61,8 @@ def in_other_units(loss: float, bits_per_byte: float | None) -> dict[str, float]
 
 
 def finished_ledger(
-    observed: Observations, plan: Ledger, config: RunConfig, step: Step, unigram_loss: float | None, *,
-    train_loss: float, validation_loss: float, **facts: Any,
+    observed: Observations, plan: Ledger, step: Step, unigram_loss: float | None, *, train_loss: float,
+    validation_loss: float, **facts: Any,
 ) -> Ledger:  # fmt: skip
     """Return the ledger of all sessions, on rank 0. `facts` describe the run's end and its data."""
     facts |= {
@@ -80,8 +77,8 @@ def finished_ledger(
         observed,
         planned=plan,
         held=step.held() | observed.copies(),
-        batch_bytes=batch_bytes(batch_of(config)),
-        tokens_per_step=config.tokens_per_step,
+        batch_bytes=batch_bytes(batch_of(step.config)),
+        tokens_per_step=step.config.tokens_per_step,
         facts=plan.facts | facts | step.facts(),
     )
     total = sum(observed.wall_seconds.values())

@@ -54,7 +54,6 @@ class Step:
     offload: ActivationOffload | None = None
     schedule: Any = None  # pipeline schedule, if any
     plugin: Any = None  # an extension used on many ranks (`train/parallel/store.py`)
-    delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
     moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 
     def __init__(
@@ -67,7 +66,7 @@ class Step:
         self.precision: str = decisions.precision
         self.share = config.train.global_batch // mesh.layout.dp  # sequences per replica
         self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the models it depends on
-        self.clock, self.recording = StepClock(), False
+        self.clock, self.recording = StepClock(cuda=self.device.type == "cuda"), False
         self.gradient_pointers: set[int] = set()  # addresses in the last profiled step
         self.small_square: tuple[int, float] | None = None  # sequences of a small batch, squared norm of its gradient
         self._norm = 0.0
@@ -84,8 +83,6 @@ class Step:
         config, device, plan = self.config, self.device, self.decisions
         self.model = self._first_model(read=fresh or config.finetune.adapts)
         self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
-        rules = precision_recipe(self.precision)
-        self.delayed = rules is not None and rules.history > 0
         self.model.to(device)
         use_onednn(self.model, onednn)
         use_native_attention(self.model, plan.native_attention)
@@ -133,7 +130,8 @@ class Step:
         states: dict[str, Stateful] = {"optimizer": self.optimizer}
         if self.scale.is_enabled():
             states["loss scale"] = self.scale
-        if self.moment is not None and self.delayed:
+        rules = precision_recipe(self.precision)
+        if self.moment is not None and rules is not None and rules.history > 0:  # scales are of earlier micro-batches
             states["largest numbers"] = self.moment
         if self.average is not None:
             states["average"] = self.average
