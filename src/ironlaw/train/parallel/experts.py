@@ -31,11 +31,9 @@ class SharedPeers(Peers):
     """Process groups of a layer of experts: `counting` shares a micro-batch, `exchanging` holds all experts; None means
     this rank alone. `sequence`: tokens per sequence."""
 
-    def __init__(
-        self, counting: dist.ProcessGroup | None, exchanging: dist.ProcessGroup | None, ranks: Ranks, sequence: int
-    ) -> None:  # fmt: skip
-        self.counting, self.exchanging = counting, exchanging
-        self.ranks = 1 if counting is None else counting.size()
+    def __init__(self, ranks: Ranks, sequence: int) -> None:
+        self.counting, self.exchanging = ranks.groups.get("micro_batch"), ranks.groups.get("ep")
+        self.ranks = 1 if self.counting is None else self.counting.size()
         self.copies, self.cp = ranks.layout.tp, ranks.layout.cp
         self.sequence = sequence
 
@@ -128,7 +126,7 @@ def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
         for dimension in ("expert_replicate", "expert_shard", "ep"):
             ranks.groups[dimension] = ranks.experts.get_group(dimension)
     for layer in expert_layers(model):
-        layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
+        layer.peers = SharedPeers(ranks, config.sequence)
 
 
 def shard_experts(experts: Experts, ranks: Ranks) -> None:
