@@ -121,7 +121,7 @@ class Loader:
                     f"{self.sequence:,}: raise train.sequence, or leave that pair out"
                 )
             self._packed[id(bounds)] = best_fit(bounds, self.sequence)
-        return PackedRows(split.tokens, self._packed[id(bounds)], seed, self.dataset.end_of_text, split.marks, pairs)
+        return PackedRows(split, self._packed[id(bounds)], seed, self.dataset.end_of_text, pairs)
 
 
 Prepared = TypeVar("Prepared")
