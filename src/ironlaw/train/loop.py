@@ -37,14 +37,7 @@ from ironlaw.train.checkpoint import RandomState, Stateful, seed_everything
 from ironlaw.train.checkpointer import Checkpointer
 from ironlaw.train.faults import Interruption, is_out_of_memory, out_of_memory
 from ironlaw.train.finetune import save_adapter
-from ironlaw.train.history import (
-    Journal,
-    NoJournal,
-    batch_crc32,
-    load_step_profile,
-    save_step_profile,
-    write_event,
-)
+from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.mesh import Mesh, Observer
 from ironlaw.train.offload import Transfer
@@ -165,7 +158,7 @@ class Trainer:
             last = self.checkpointer.last if hasattr(self, "checkpointer") else self._start
             answer = out_of_memory(error, self.config, self.plan, self.profile, self.step, last)
             with contextlib.suppress(OSError):
-                write_event(self.run, "out_of_memory", step=self.step, message=str(answer))
+                self.run.write_event("out_of_memory", step=self.step, message=str(answer))
             raise answer from None
 
     def _train(self) -> Outcome:

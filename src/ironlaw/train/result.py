@@ -17,7 +17,7 @@ from ironlaw.ledger import Estimate, Ledger, Origin
 from ironlaw.machine import host, interference
 from ironlaw.observe.measured import Observations, measured_ledger
 from ironlaw.plan.recipe import batch_of
-from ironlaw.train.history import now
+from ironlaw.train.run_directory import now
 from ironlaw.train.step import Step
 from ironlaw.workload.program import batch_bytes
 

@@ -26,7 +26,7 @@ import psutil
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError, reported
 from ironlaw.files import FULL, as_name, check_can_be_folder, is_taken, lock_file, write_text
-from ironlaw.train.jsonl import read_lines
+from ironlaw.train.jsonl import append_line, read_lines
 
 LOCK = ".lock"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -74,10 +74,18 @@ class RunDirectory:
                 raise UserError(f"line {number} of {self.metrics_file} is of no step: remove it, or give a new --out")
         return entries
 
+    def write_event(self, event: str, **fields: Any) -> None:
+        """Append an event to events.jsonl and sync it to disk. Raises OSError if that fails."""
+        append_line(self.events_file, {"event": event, "time": now(), **fields}, sync=True)
+
     def drop_after(self, step: int) -> None:
         """Drop the metrics of steps that a resumed run will take again."""
         kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
         write_text(self.metrics_file, "".join(kept))
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
@@ -262,8 +270,7 @@ def locked(folder: Path) -> Iterator[None]:
             descriptor = held.enter_context(lock_file(path, lock))
         _held.add(path)
         held.callback(_held.discard, path)
-        started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # if the disk is full, the lock holds but names no holder
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
         yield

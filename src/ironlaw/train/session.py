@@ -117,18 +117,9 @@ def run_training(
             mesh.on_rank_0(create)
             with observer(run) as watching:
                 trainer = Trainer(
-                    config,
-                    run,
-                    plan,
-                    dataset,
-                    profile,
-                    mesh,
-                    step,
-                    observer=watching,
-                    start=start,
-                    watch=watch,
+                    config, run, plan, dataset, profile, mesh, step, observer=watching, start=start, watch=watch,
                     say=say,
-                )
+                )  # fmt: skip
                 outcome = trainer.train()
                 if mesh.is_rank_0:
                     outcome.ledger.save(run.ledger_file)

@@ -33,7 +33,6 @@ from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError, reported
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
-from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
@@ -191,7 +190,7 @@ EXTRA_TIMEOUT_SECONDS = 60.0  # by which PyTorch's timeout is later than the wat
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
     """Report a hang, on the rank that found it, since the others may be unable to."""
     print(f"ironlaw: {report}", file=sys.stderr, flush=True)
-    write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
+    run.write_event("hang", report=report, ranks=[asdict(note) for note in notes])
 
 
 @dataclass
