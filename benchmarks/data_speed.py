@@ -106,7 +106,7 @@ def loader_rate(packing: str, masked: bool, processes: int = 0) -> tuple[float, 
     data = config.data.model_copy(update={"packing": packing, "mask_documents": masked, "loader_processes": processes})
     loader = Loader(prepare(data, config.model.vocab), data, config.sequence)
     steps = 4000
-    with Prefetcher(loader.training(config.train.global_batch, 0), stop=steps, depth=data.prefetch) as ahead:
+    with Prefetcher(loader.training(config.train.global_batch, 0), range(steps), data.prefetch) as ahead:
         next(ahead)
         start = time.perf_counter()
         for _ in ahead:

@@ -176,8 +176,8 @@ class LayoutConfig(Section):
 
     @property
     def ranks(self) -> int:
-        """The product of the degrees, where an absent `dp` counts as 1."""
-        return (self.dp or 1) * self.tp * self.pp * self.cp * self.ep
+        """The product of the degrees but ep, which divides data parallel ranks: an absent `dp` counts as `ep`."""
+        return (self.dp or self.ep) * self.tp * self.pp * self.cp
 
 
 class RunConfig(Section):

@@ -27,9 +27,9 @@ def test_files_are_sorted_and_only_text_is_kept(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to("nowhere")
     corpus = corpora.find(str(tmp_path), maximum_file_bytes=100)
-    corpus.scan()
+    corpus.scan(lambda file, text: None)
     assert [file.name for file in corpus.files] == ["a/first", "b.md"]
-    assert corpus.text(corpus.files[1]) == "second"
+    assert next(corpus.documents((1, 0))).content == "second"
     assert corpus.skipped == {
         "binary": 1,
         "empty": 2,
@@ -132,7 +132,7 @@ def test_a_corpus_without_text_is_one_line(tmp_path: Path, content: bytes | None
         (tmp_path / "file").write_bytes(content)
     with pytest.raises(UserError, match="has no text") as caught:
         corpus = corpora.find(str(tmp_path), maximum_file_bytes=10)
-        corpus.scan()
+        corpus.scan(lambda file, text: None)
         corpora.check_has_text(corpus)
     assert "\n" not in str(caught.value)
 

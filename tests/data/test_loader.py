@@ -109,15 +109,15 @@ def test_any_rank_count_sees_the_same_global_order(kind: str, places_on_disk: di
 def test_resumed_with_another_number_of_ranks_and_workers(kind: str, places_on_disk: dict[str, Path]) -> None:
     """Seven steps on one rank; then three ranks go on, with other workers: what an uninterrupted run would see."""
     whole = source_of(kind, places_on_disk)
-    with Prefetcher(whole, stop=12) as uninterrupted:
+    with Prefetcher(whole, range(12)) as uninterrupted:
         expected = list(uninterrupted)
-    with Prefetcher(source_of(kind, places_on_disk), stop=12, depth=2) as first:
-        seen = [next(first) for _ in range(7)]
-        saved = first.step  # which is all the state there is
+    saved = 7
+    with Prefetcher(source_of(kind, places_on_disk), range(12), depth=2) as first:
+        seen = [next(first) for _ in range(saved)]
     for one, other in zip(seen, expected, strict=False):
         same(one, other)
     workers = {"workers": 1} if kind == "stream" else {"prefetch": 1}
-    ranks = [Prefetcher(source_of(kind, places_on_disk, rank, 3, **workers), start=saved, stop=12) for rank in range(3)]
+    ranks = [Prefetcher(source_of(kind, places_on_disk, rank, 3, **workers), range(saved, 12)) for rank in range(3)]
     try:
         for step in range(saved, 12):
             parts = [arrays(next(rank)) for rank in ranks]
@@ -131,7 +131,7 @@ def test_resumed_with_another_number_of_ranks_and_workers(kind: str, places_on_d
 @pytest.mark.parametrize("kind", ["masked", "mixed_best_fit", "mock"])
 def test_processes_make_the_same_batches(kind: str, places_on_disk: dict[str, Path]) -> None:
     expected = source_of(kind, places_on_disk)
-    with Prefetcher(source_of(kind, places_on_disk, loader_processes=2), start=3, stop=20) as ahead:
+    with Prefetcher(source_of(kind, places_on_disk, loader_processes=2), range(3, 20)) as ahead:
         for step in range(3, 20):
             same(next(ahead), expected.batch(step))
         assert ahead.facts()["stage_tokens_per_second"].keys() >= {"read", "pack"}
@@ -160,7 +160,7 @@ def test_workers_and_prefetch_are_not_part_of_the_samples(places_on_disk: dict[s
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_are_timed(kind: str, places_on_disk: dict[str, Path]) -> None:
-    with Prefetcher(source_of(kind, places_on_disk), stop=20) as ahead:
+    with Prefetcher(source_of(kind, places_on_disk), range(20)) as ahead:
         for _ in ahead:
             pass
         facts = ahead.facts()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ironlaw.data.batch import IGNORED
 from ironlaw.data.batches import Batches, PackedRows, TokenWindows, evaluation_batches, number_documents
 from ironlaw.data.packing import best_fit, concatenated
+from ironlaw.data.shards import TokenSplit
 
 END = 0
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=60)
@@ -73,7 +74,7 @@ def test_text_like_lengths_leave_almost_no_room() -> None:
 def test_packed_rows_hold_each_target_behind_its_input(lengths: list[int], sequence: int) -> None:
     bounds = bounds_of(lengths)
     tokens = tokens_of(bounds)
-    rows = PackedRows(tokens, best_fit(bounds, sequence), 0, END)
+    rows = PackedRows(TokenSplit(tokens, bounds), best_fit(bounds, sequence), 0, END)
     seen: list[int] = []
     for batch in evaluation_batches(rows, 4, None, documents=True):
         assert batch.documents is not None
@@ -123,7 +124,7 @@ def test_windows_say_their_documents_in_training_and_evaluation() -> None:
 
 def test_packed_epochs_visit_each_row_once() -> None:
     bounds = bounds_of([7] * 50)
-    rows = PackedRows(tokens_of(bounds), best_fit(bounds, 16), 3, END)
+    rows = PackedRows(TokenSplit(tokens_of(bounds), bounds), best_fit(bounds, 16), 3, END)
     assert rows.per_epoch == 25
     batches = Batches(rows, 5, documents=True)
     keys = np.concatenate([batches.keys(step) for step in range(10)])

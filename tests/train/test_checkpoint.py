@@ -570,6 +570,16 @@ def test_files_that_were_changed_and_signed_again_run_nothing(
     assert not Path("ran").exists()
 
 
+def test_random_states_of_more_devices_than_are_left_go_on_with_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    restored: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr("torch.cuda.random.set_rng_state", lambda state, device: restored.append(state))
+    RandomState().load_state_dict(RandomState().state_dict())
+    assert restored == [0, 1]
+
+
 @pytest.mark.parametrize("of", [{"model": {"layers": "x"}}, {"model": []}, {"store": [[]]}, {"sha256": ""}])
 def test_an_index_of_other_types_is_damage_though_it_is_signed(tmp_path: Path, of: dict[str, Any]) -> None:
     path = save(tmp_path, 2).path

@@ -70,12 +70,11 @@ def test_distillation_is_the_published_formula() -> None:
         a, b = (s[row, place] for s in states)
         expected += 0.75 * ce + 0.25 * 9.0 * kl + 0.5 * (1 - float(a @ b / (a.norm() * b.norm())))
         counted += 1
-    assert float(objective(student, here, reduction="sum")) == pytest.approx(expected, rel=1e-5)
-    assert float(objective(student, here)) == pytest.approx(expected / counted, rel=1e-5)
+    assert float(objective.total(student, here)) == pytest.approx(expected, rel=1e-5)
     assert counted == objective.count(here) == 24
     plain = Distillation(config.model_copy(update={"weight": 0.0, "hidden": 0.0}), teacher)
-    assert float(plain(student, here)) == pytest.approx(float(CrossEntropy()(student, here)), rel=1e-6)
-    objective(student, here).backward()
+    assert float(plain.total(student, here)) == pytest.approx(float(CrossEntropy().total(student, here)), rel=1e-6)
+    objective.total(student, here).backward()
     assert all(p.grad is None for p in teacher.parameters())
 
 
@@ -94,8 +93,8 @@ def test_dpo_is_equation_7() -> None:
             expected -= math.log(1 / (1 + math.exp(-0.3 * (chosen - rejected))))
     objective = Preference(0.3, reference)
     assert objective.count(here) == 4
-    assert float(objective(policy, here, reduction="sum")) == pytest.approx(expected, rel=1e-5)
-    assert float(Preference(0.3, policy)(policy, here)) == pytest.approx(math.log(2), rel=1e-6)
+    assert float(objective.total(policy, here)) == pytest.approx(expected, rel=1e-5)
+    assert float(Preference(0.3, policy).total(policy, here)) == pytest.approx(4 * math.log(2), rel=1e-6)
 
 
 def test_the_reference_of_adapters_is_the_base(tmp_path: Path) -> None:
@@ -109,10 +108,10 @@ def test_the_reference_of_adapters_is_the_base(tmp_path: Path) -> None:
                 for adapter in layer.adapters.each():
                     adapter.b.normal_()
         policy.eval()
-        expected = Preference(0.1, base.eval())(policy, batch())
+        expected = Preference(0.1, base.eval()).total(policy, batch())
         policy.train()
-        assert float(Preference(0.1, None)(policy, batch())) == pytest.approx(float(expected), rel=1e-5)
-        assert policy.training and abs(float(expected) - math.log(2)) > 1e-3
+        assert float(Preference(0.1, None).total(policy, batch())) == pytest.approx(float(expected), rel=1e-5)
+        assert policy.training and abs(float(expected) - 4 * math.log(2)) > 1e-3
 
 
 def check_memory(outcome: Outcome, run: Path) -> None:

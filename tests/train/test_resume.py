@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,12 @@ def test_ctrl_c_before_the_first_step(
     assert code == 130 and "Traceback" not in messages, messages
     assert not (tmp_path / "run").exists()
     assert not [path for path in (tmp_path / "data-cache").iterdir() if not path.name.startswith(".")]
+
+
+def test_a_run_in_a_thread_which_hears_no_signals_trains(tiny_config: Config, train: Train, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        outcome = thread.submit(train, tiny_config(train={"steps": 2}), tmp_path / "run").result()
+    assert (outcome.step, outcome.interrupted) == (2, None)
 
 
 def test_a_signal_during_the_last_step_ends_nothing_early(tiny_config: Config, train: Train, tmp_path: Path) -> None:

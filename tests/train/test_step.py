@@ -325,8 +325,8 @@ def test_a_pipeline_validates_on_a_batch_that_is_not_full() -> None:
         return float(counted.sum()), counted.size
 
     step: Any = SimpleNamespace(
-        schedule=object(), share=8, evaluating=nullcontext, evaluate=evaluate,
-        config=SimpleNamespace(train=SimpleNamespace(global_batch=8)),
+        schedule=object(), share=8, evaluating=nullcontext, evaluate=evaluate, mesh=Mesh(torch.device("cpu")),
+        config=SimpleNamespace(train=SimpleNamespace(global_batch=8), evaluation=SimpleNamespace(batches=1)),
     )  # fmt: skip
     loader: Any = SimpleNamespace(validation=lambda rows_each, limit: [Batch(rows, rows)])
-    assert validate(step, loader, Mesh(torch.device("cpu")), lambda batch: batch, 1) == rows.mean()
+    assert validate(step, loader, lambda batch: batch) == rows.mean()

@@ -12,7 +12,7 @@ import numpy as np
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.order import mix, permutations
 from ironlaw.data.packing import Packed, concatenated
-from ironlaw.data.shards import TokenArray, Tokens
+from ironlaw.data.shards import TokenArray, Tokens, TokenSplit
 from ironlaw.errors import UserError
 
 _AHEAD = 1024  # samples located at a time: locating one sample at a time would cost more than copying its tokens
@@ -78,15 +78,12 @@ class TokenWindows:
 
 
 class PackedRows:
-    """Rows of whole documents (`packing.best_fit`), in another order every epoch. `marks` (tokens,): see `TokenSplit`;
-    bit 0 excludes a token from the targets. With `pairs`, bit 1 selects the answer: documents 2 i and 2 i + 1."""
+    """Rows of whole documents (`packing.best_fit`), in another order every epoch. Bit 0 of a token's mark excludes it
+    from the targets (`TokenSplit`). With `pairs`, bit 1 selects the answer: documents 2 i and 2 i + 1."""
 
-    def __init__(
-        self, tokens: TokenArray, packed: Packed, seed: int, end_of_text: int, marks: TokenArray | None = None,
-        pairs: bool = False,
-    ):  # fmt: skip
-        self._tokens = plain(tokens)
-        self._marks = marks
+    def __init__(self, split: TokenSplit, packed: Packed, seed: int, end_of_text: int, pairs: bool = False):
+        self._tokens = plain(split.tokens)
+        self._marks = split.marks
         self._halves = 2 if pairs else 1
         self._packed = packed
         self._seed = seed

@@ -105,15 +105,18 @@ class Corpus:
         """The number of skipped files by reason."""
         return dict(sorted(Counter(self.reasons.values()).items()))
 
-    def scan(self, on_text: Callable[[File, str], None] = lambda file, text: None) -> None:
+    def scan(self, on_text: Callable[[File, str], None]) -> None:
         """Read every text file once and keep those that hold text. Calls `on_text(file, text)` for each of these.
 
         The split needs this: if held-out files turned out to be binary, nothing would be held out.
         Reading costs little compared with tokenising.
         """
         for file in [file for file in self.files if file.kind == "text"]:
-            if (text := self.text(file)) is not None:
-                on_text(file, text)
+            for record in readers.read(file.kind, file.path, self.field):
+                if isinstance(record.content, str):
+                    on_text(file, record.content)
+                else:
+                    self.reasons[file.name] = record.reason
         self.files = [file for file in self.files if file.name not in self.reasons]
 
     def fingerprint(self) -> str:
@@ -124,39 +127,22 @@ class Corpus:
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def text(self, file: File) -> str | None:
-        """Return a text file's text, or None (with a reason in `reasons`) if it holds none."""
-        try:
-            # No newline translation: the tokens must not depend on the platform that made them.
-            text = file.path.read_bytes().decode("utf-8").removeprefix("\ufeff")
-            reason = "binary" if "\0" in text else "" if text.strip() else "empty"
-        except OSError:
-            reason = "unreadable"
-        except UnicodeDecodeError as error:
-            reason = "binary" if b"\0" in error.object else "not UTF-8"
-        if not reason:
-            return text
-        self.reasons[file.name] = reason
-        return None
-
     def documents(self, start: Cursor = START) -> Iterator[CorpusDocument]:
         """Yield every document from `start` on, in order; files are read lazily."""
         before = sum(file.size for file in self.files[: start[0]])
         for number in range(start[0], len(self.files)):
-            file = self.files[number]
-            following: Cursor = (number + 1, 0)
-            if file.kind == "text":
-                text = self.text(file)
-                if text is not None:
-                    yield CorpusDocument(text, file, following, before + file.size)
-            else:
-                position = start[1] if number == start[0] else 0
-                for record in readers.read(file.kind, file.path, self.field, position):
-                    done = before + min(record.done_bytes, file.size)
-                    content = record.content
-                    if isinstance(content, dict):
-                        content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
-                    yield CorpusDocument(content, file, (number, record.next), done, record.reason)
+            file, is_text = self.files[number], self.files[number].kind == "text"
+            position = start[1] if number == start[0] else 0
+            for record in readers.read(file.kind, file.path, self.field, position):
+                content = record.content
+                if is_text and content is None:  # a file that was left out, not a document
+                    self.reasons[file.name] = record.reason
+                    continue
+                if isinstance(content, dict):
+                    content = self._tokens_of(content, f"{file.path}, conversation before byte {record.next:,}")
+                following = (number + 1, 0) if is_text else (number, record.next)
+                done = before + min(record.done_bytes, file.size)
+                yield CorpusDocument(content, file, following, done, record.reason)
             before += file.size
 
     def _tokens_of(self, talk: readers.Talk, where: str) -> np.ndarray:

@@ -5,11 +5,9 @@ A thread makes batches ready while the step runs, and measures what each stage o
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar, cast
@@ -24,7 +22,7 @@ from ironlaw.data.dataset import Dataset, open_dataset
 from ironlaw.data.mixture import Mixture, together
 from ironlaw.data.packing import Packed, best_fit
 from ironlaw.data.prepare import prepare
-from ironlaw.data.processes import ProcessBatches
+from ironlaw.data.processes import ProcessBatches, in_order
 from ironlaw.data.shards import TokenSplit
 from ironlaw.data.stream import StreamBatches
 from ironlaw.errors import UserError
@@ -123,42 +121,35 @@ class Loader:
                     f"{self.sequence:,}: raise train.sequence, or leave that pair out"
                 )
             self._packed[id(bounds)] = best_fit(bounds, self.sequence)
-        return PackedRows(split.tokens, self._packed[id(bounds)], seed, self.dataset.end_of_text, split.marks, pairs)
+        return PackedRows(split, self._packed[id(bounds)], seed, self.dataset.end_of_text, pairs)
 
 
 Prepared = TypeVar("Prepared")
 
 
 class Prefetcher(Generic[Prepared]):
-    """Iterates over the batches of steps `start`, `start + 1`, ... before `stop` (None: without end).
+    """Iterates over the batches with the given `numbers`.
 
-    `step` is the step of the next batch, and the only state to save: batches waiting in the queue are made again on
-    resume. `apply(batch)` runs in the thread, for example to copy into pinned memory. `number_of(step)` is the number
-    of the batch that a step takes, where some batches are left out. An exception in the thread is raised by the
-    consumer's next call.
+    It has no state to save: batches that are made but not taken are made again on resume. `apply(batch)` runs in the
+    thread, for example to copy into pinned memory. An exception in the thread is raised by the consumer's call for its
+    batch.
     """
 
     def __init__(
         self,
         batches: BatchSource,
-        start: int = 0,
-        stop: int | None = None,
+        numbers: Iterable[int],
         depth: int = 4,
         apply: Callable[[Batch[np.ndarray]], Prepared] | None = None,
-        number_of: Callable[[int], int] | None = None,
     ):
-        self.step = start
         self.wait_seconds = 0.0  # that the consumer waited for batches, since the start
         self._batches = batches
-        self._number_of = number_of or (lambda step: step)
         self._apply = apply or (lambda batch: cast(Prepared, batch))
         self._made_tokens = 0
         self._busy_seconds = 0.0
         self._copy_seconds = 0.0
-        self._steps = itertools.count(start) if stop is None else iter(range(start, stop))
         self._thread = ThreadPoolExecutor(1, "prefetch")
-        self._waiting: deque[Future[Prepared]] = deque()
-        self._send_for(depth + 1)
+        self._made = in_order(numbers, lambda number: self._thread.submit(self._make, number), depth + 1)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -178,13 +169,9 @@ class Prefetcher(Generic[Prepared]):
             "wait_seconds": self.wait_seconds,
         }
 
-    def _send_for(self, batches: int) -> None:
-        for step in itertools.islice(self._steps, batches):
-            self._waiting.append(self._thread.submit(self._make, step))
-
-    def _make(self, step: int) -> Prepared:
+    def _make(self, number: int) -> Prepared:
         start = time.perf_counter()
-        made = self._batches.batch(self._number_of(step))
+        made = self._batches.batch(number)
         copying = time.perf_counter()
         batch = self._apply(made)
         end = time.perf_counter()
@@ -197,19 +184,14 @@ class Prefetcher(Generic[Prepared]):
         return self
 
     def __next__(self) -> Prepared:
-        if not self._waiting:
-            raise StopIteration
         start = time.perf_counter()
-        batch = self._waiting[0].result()  # a failed batch stays, so that the next call raises again
+        _, batch = next(self._made)
         self.wait_seconds += time.perf_counter() - start
-        self._waiting.popleft()
-        self.step += 1
-        self._send_for(1)
         return batch
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
-        self._waiting.clear()
+        self._made.close()
         self._thread.shutdown(cancel_futures=True)
         end = getattr(self._batches, "close", None)  # worker processes and pools
         if end is not None:

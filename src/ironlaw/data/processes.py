@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 def in_order(
     items: Iterable[Item], submit: Callable[[Item], Future[Result]], ahead: int
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result], None, None]:
     """Yield every item with its result. While one result is waited for, `ahead` more are in progress."""
     waiting: deque[tuple[Item, Future[Result]]] = deque()
     for item in items:

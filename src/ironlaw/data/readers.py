@@ -65,8 +65,9 @@ def find_kind(path: Path) -> str:
 
 
 def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
-    """Yield the documents of a file from position `start` on; `kind` is one that `find_kind` returns, except text."""
+    """Yield the documents of a file from position `start` on; a text file is one document."""
     readers: dict[str, Callable[[Path, str, int], Iterator[Record]]] = {
+        "text": _read_text,
         "jsonl": _read_jsonl,
         "chat": partial(_read_jsonl, take=_conversation),
         "pairs": partial(_read_jsonl, take=_preference),
@@ -79,6 +80,8 @@ def read(kind: str, path: Path, field: str, start: int = 0) -> Iterator[Record]:
 
 def find_positions(kind: str, path: Path, number: int) -> list[int]:
     """Return up to `number` positions spread over a file, to sample it without reading all of it."""
+    if kind == "text":
+        return [0]
     if kind in ("jsonl", "chat", "pairs"):
         if path.suffix.lower() in _COMPRESSED:
             return [0]  # cannot be entered in the middle
@@ -109,6 +112,20 @@ def map_texts(function: Callable[[str], str], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [map_texts(function, inner) for inner in value]
     return function(value) if isinstance(value, str) else value
+
+
+def _read_text(path: Path, field: str, start: int) -> Iterator[Record]:
+    text, size = None, 0
+    try:
+        data = path.read_bytes()
+        # No newline translation: the tokens must not depend on the platform that made them.
+        text, size = data.decode("utf-8").removeprefix("\ufeff"), len(data)
+        reason = "binary" if "\0" in text else "" if text.strip() else "empty"
+    except OSError:
+        reason = "unreadable"
+    except UnicodeDecodeError as error:
+        reason = "binary" if b"\0" in error.object else "not UTF-8"
+    yield Record(None if reason else text, 1, size, reason)
 
 
 # -- JSONL -----------------------------------------------------------------------------------------------------------

@@ -42,30 +42,19 @@ def sample(corpus: Corpus, splitter: Splitter, characters: int) -> Iterator[str]
 
 def _places(corpus: Corpus) -> Iterator[tuple[File, int, int | None]]:
     """Yield (file, position to begin at, position of the next place or None)."""
-    records = sum(file.kind != "text" for file in corpus.files)
+    spots = _SPOTS // max(1, sum(file.kind != "text" for file in corpus.files))
     for file in corpus.files:
-        if file.kind == "text":
-            yield file, 0, None
-        else:
-            starts = readers.find_positions(file.kind, file.path, max(1, _SPOTS // records))
-            for start, stop in zip(starts, [*starts[1:], None], strict=True):
-                yield file, start, stop
+        starts = readers.find_positions(file.kind, file.path, max(1, spots))
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            yield file, start, stop
 
 
 def _training_texts(corpus: Corpus, splitter: Splitter, file: File, start: int, stop: int | None) -> Iterator[str]:
-    contents: Iterator[readers.Content | None] = iter([corpus.text(file)] if file.kind == "text" else ())
-    if file.kind != "text":
-        contents = _between(readers.read(file.kind, file.path, corpus.field, start), stop)
-    for content in contents:
-        if content is not None:
-            for split, part in splitter.parts(file, content):
-                if split == "train" and isinstance(part, str):
-                    yield part
-
-
-def _between(records: Iterator[readers.Record], stop: int | None) -> Iterator[readers.Content | None]:
-    for record in records:
-        yield None if isinstance(record.content, dict) else record.content  # conversations bring a tokenizer
+    for record in readers.read(file.kind, file.path, corpus.field, start):
+        if isinstance(record.content, str):  # conversations and tokens bring a tokenizer
+            for split, part in splitter.parts(file, record.content):
+                if split == "train":
+                    yield str(part)
         if stop is not None and record.next >= stop:
             return
 

@@ -206,7 +206,7 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     source = corpus.source
     splitter = splitting.split(corpus, config.validation_fraction, config.seed, all_text=False)
     tokenizer = given or shared_tokenizer(config, vocab, [corpus], all_text=False)
-    validation = _held_out(corpus, splitter, tokenizer, source.path)
+    validation = _held_out(corpus, splitter, tokenizer)
     key = [corpus.fingerprint(), source.field, config.seed, config.validation_fraction, splitter.threshold]
     key += [sha256(tokenizer.path), tokenizer.end_of_text, BLOCK_BYTES]
     folder = config.cache_folder / f"stream-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
@@ -225,9 +225,7 @@ def open_stream(config: DataConfig, vocab: int, corpus: corpora.Corpus, given: t
     )
 
 
-def _held_out(
-    corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer, path: str
-) -> TokenSplit:
+def _held_out(corpus: corpora.Corpus, splitter: splitting.Splitter, tokenizer: tokenizers.Tokenizer) -> TokenSplit:
     """Return the first held-out documents, tokenised: about `_VALIDATION_BYTES` of text."""
     chosen: list[TextPiece] = []
     size = 0
@@ -238,7 +236,7 @@ def _held_out(
             if size >= _VALIDATION_BYTES and piece.last:
                 break
     if not chosen:
-        raise splitting.no_held_out_error(path)
+        raise splitting.no_held_out_error(corpus.source.path)
     joined = _Joined(tokenizer)
     for piece, ids in zip(chosen, tokenizer.encode_many([str(piece.content) for piece in chosen]), strict=True):
         joined.add(piece, ids)

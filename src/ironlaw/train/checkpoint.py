@@ -77,7 +77,8 @@ class RandomState:
             version, words, gauss_next = state_dict["python"]
             random.setstate((version, tuple(words), gauss_next))
         if "cuda" in state_dict and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state_dict["cuda"])
+            # The run may go on with fewer devices than it was saved with.
+            torch.cuda.set_rng_state_all(state_dict["cuda"][: torch.cuda.device_count()])
 
 
 def host_copy(tree: Any) -> Any:

@@ -115,44 +115,45 @@ class Checkpointer:
 
     def _write(self, about: dict[str, Any], taken: Any) -> None:
         """Create the folder, write the files and the index, rename. All ranks complete each stage or all give up."""
-        step = about["step"]
+        step, first = about["step"], self.ranks.is_rank_0
         final = self.folder / disk.name_of(step)
         partial = self.folder / f".{final.name}.{self.ranks.gather(os.getpid())[0]}.partial"
-        digests: dict[str, str] = {}
         bugs: list[Exception] = []
+        self.failure = None
+
+        def attempt(stage: Callable[[], Any], here: bool = True) -> list[Any]:
+            """Run a stage unless an earlier one has failed. Returns the results of all ranks; `failure` is then why it
+            failed on the first rank where it did."""
+            result = problem = None
+            try:
+                if here and self.failure is None:
+                    result = stage()
+            except Exception as error:
+                problem = self._disk_problem(error, step)
+                if problem is None:
+                    bugs.append(error)
+                    problem = f"the checkpoint of step {step} was not written: {error}"
+            by_rank = self.ranks.gather((result, problem))
+            self.failure = self.failure or next((found for _, found in by_rank if found is not None), None)
+            return [found for found, _ in by_rank]
 
         def prepare() -> None:
             self.before_write()
             self.folder.mkdir(exist_ok=True)  # not the run's: a run that was moved has its config elsewhere
             partial.mkdir(exist_ok=True)
 
-        def write() -> None:
-            digests.update(self.store.write(partial, taken))
-
-        def commit() -> None:
-            files = {name: digest for rank in by_rank for name, digest in rank.items()}
+        def commit() -> Checkpoint:
+            files = {name: digest for rank in digests for name, digest in rank.items()}
             index = disk.write_index(partial, about | {"sha256": files})
             disk.publish(partial, final)
             write_text(RunDirectory(self.folder.parent).last_checkpoint_file, f"{step}\n")
-            self.go_on_from(Checkpoint(final, step, about["tokens"], index))
+            done = Checkpoint(final, step, about["tokens"], index)
+            self.go_on_from(done)
+            return done
 
-        def attempt(stage: Callable[[], None], here: bool = True) -> str | None:
-            """Run a stage. Returns, on every rank, why it failed on the first one where it did."""
-            problem = None
-            try:
-                if here:
-                    stage()
-            except Exception as error:
-                problem = self._disk_problem(error, step)
-                if problem is None:
-                    bugs.append(error)
-                    problem = f"the checkpoint of step {step} was not written: {error}"
-            return next((found for found in self.ranks.gather(problem) if found is not None), None)
-
-        first = self.ranks.rank == 0
-        self.failure = attempt(prepare, first) or attempt(write)
-        by_rank = self.ranks.gather(digests)
-        self.failure = self.failure or attempt(commit, first)
+        attempt(prepare, first)
+        digests = attempt(lambda: self.store.write(partial, taken))
+        self.last = attempt(commit, first)[0] or self.last
         if self.failure is not None and first:
             shutil.rmtree(partial, ignore_errors=True)
             self.say(f"{self.failure}; training goes on")
@@ -189,7 +190,7 @@ class Checkpointer:
             rated = [(loss, path) for path in paths if (loss := _validation_loss(path)) is not None]
             kept |= {path for _, path in sorted(rated)[: self.policy.keep_best]}
         for path in paths:
-            if path not in kept and self.ranks.rank == 0:
+            if path not in kept and self.ranks.is_rank_0:
                 shutil.rmtree(path, ignore_errors=True)
 
 

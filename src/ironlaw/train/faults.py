@@ -8,6 +8,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import torch
@@ -19,7 +20,7 @@ from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.plan.step import plan_run
 from ironlaw.train.checkpoint import Checkpoint
-from ironlaw.train.run_directory import ENDING_SIGNALS
+from ironlaw.train.run_directory import handled_signals
 
 # PyTorch's allocator on the CPU raises plain RuntimeErrors.
 _MESSAGES = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory", "std::bad_alloc")
@@ -76,15 +77,9 @@ class Interruption:
         self.name: str | None = None
         self._say = say
 
-    def __enter__(self) -> Interruption:
-        # nohup ignores SIGHUP
-        heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._on_signal) for number in heard}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def listening(self) -> AbstractContextManager[None]:
+        """Return the context in which signals are heard, but for those that are ignored, as nohup does SIGHUP."""
+        return handled_signals(self._on_signal, lambda before: before is not signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:

@@ -8,11 +8,9 @@ the next session reads from the metrics how far it got and which of its steps mu
 from __future__ import annotations
 
 import contextlib
-import datetime
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,8 @@ from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
 from ironlaw.train.jsonl import JsonLines, append_line, read_lines
-from ironlaw.train.run_directory import RunDirectory
+from ironlaw.train.run_directory import RunDirectory, now
 from ironlaw.train.tracking import Tracking
-
-
-def now() -> str:
-    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def wall_seconds_of(entries: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -185,7 +179,7 @@ class Journal:
         run.drop_after(step)
         self._metrics = JsonLines(run.metrics_file, say)
         self._tracking = Tracking(config, run.path, step, say)
-        self.event = partial(write_event, run)
+        self.event = run.write_event
 
     def step(self, entry: dict[str, Any]) -> None:
         """Append one line to metrics.jsonl. On return it is in the kernel's page cache and survives a kill."""
@@ -225,11 +219,6 @@ class NoJournal:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments, **named: None
-
-
-def write_event(run: RunDirectory, event: str, **fields: Any) -> None:
-    """Append an event to events.jsonl and sync it to disk. Raises OSError if that fails."""
-    append_line(run.events_file, {"event": event, "time": now(), **fields}, sync=True)
 
 
 def batch_crc32(batch: Batch[Any]) -> int:

@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ironlaw import units
 from ironlaw.config import RunConfig
-from ironlaw.data.batch import Batch
 from ironlaw.data.dataset import Dataset
 from ironlaw.data.loader import Loader, Prefetcher
 from ironlaw.ledger import Ledger, Phase
 from ironlaw.machine import host
 from ironlaw.machine.measure import Probe
 from ironlaw.machine.profile import Profile
-from ironlaw.observe.clock import StepClock, StepTimes
+from ironlaw.observe.clock import StepTimes
 from ironlaw.observe.energy import EnergyMeter
 from ironlaw.observe.gpu_monitor import find_gpu_monitor
 from ironlaw.observe.measured import Observations, warmup_steps
@@ -36,7 +34,7 @@ from ironlaw.observe.profile import COPY_SCOPE, STEP_SCOPE, profiled, read_profi
 from ironlaw.train import checkpoint
 from ironlaw.train.checkpoint import RandomState, Stateful, seed_everything
 from ironlaw.train.checkpointer import Checkpointer
-from ironlaw.train.faults import Interruption
+from ironlaw.train.faults import Interruption, is_out_of_memory, out_of_memory
 from ironlaw.train.finetune import save_adapter
 from ironlaw.train.history import Journal, NoJournal, batch_crc32, load_step_profile, save_step_profile
 from ironlaw.train.jsonl import read_lines
@@ -75,9 +73,7 @@ class Trainer:
         self.mesh, self.observer, self.device = mesh, observer or Observer(), mesh.device
         self.watch, self.say = watch or (lambda report: None), say
         self.observed = Observations(wall_seconds=dict.fromkeys(("training", "evaluation", "checkpoint"), 0.0))
-        self.clock = StepClock(cuda=self.device.type == "cuda")
         self.step = self.tokens = 0
-        self.data_facts: dict[str, Any] = {}
         self.train_loss = self.validation_loss = self._gradient_norm = float("nan")
         self.interruption = Interruption(self.say)
         self._stop_requested = False
@@ -85,21 +81,24 @@ class Trainer:
         self._probe = Probe(profile.fp32_products)
         self._batch_crc32: int | None = None
         self._replanned: dict[str, Any] = {}
-        self._setup(step, start)
+        self._step_type, self._start = step, start
 
     # -- set up ----------------------------------------------------------------------------------------------
 
-    def _setup(self, step: type[Step], start: checkpoint.Checkpoint | None) -> None:
-        config, mesh = self.config, self.mesh
+    def _setup(self) -> None:
+        config, mesh, start = self.config, self.mesh, self._start
         host.keep_freed_memory()
         torch.set_num_threads(mesh.threads(self.profile))
         self.loader = Loader(self.dataset, config.data, config.sequence)
-        self.batches = self.loader.training(config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.dp)
+        self.batches = self.loader.training(
+            config.train.global_batch, config.train.seed, mesh.index("dp"), mesh.layout.dp
+        )
         self.to_device = Transfer(self.device, config.data.pin_memory)
         seed_everything(config.train.seed)
         onednn = self.profile.fp32_products == "onednn"
-        self.one_step = step(config, self.plan.decided, mesh, onednn=onednn, fresh=start is None, say=self.say)
-        self.one_step.clock = self.clock
+        self.one_step = self._step_type(
+            config, self.plan.decided, mesh, onednn=onednn, fresh=start is None, say=self.say
+        )
         # Everything that a resumed run must restore beside the weights, each saved under its name.
         self.states: dict[str, Stateful] = self.one_step.states() | {"random": RandomState()}
         self.checkpointer = Checkpointer(
@@ -148,6 +147,20 @@ class Trainer:
     # -- the loop --------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
+        """Take all steps. Raises UserError, with the plan's advice, if a single process runs out of memory."""
+        try:
+            self._setup()
+            return self._train()
+        except Exception as error:
+            if self.mesh.size > 1 or not is_out_of_memory(error):
+                raise
+            last = self.checkpointer.last if hasattr(self, "checkpointer") else self._start
+            answer = out_of_memory(error, self.config, self.plan, self.profile, self.step, last)
+            with contextlib.suppress(OSError):
+                self.run.write_event("out_of_memory", step=self.step, message=str(answer))
+            raise answer from None
+
+    def _train(self) -> Outcome:
         config, observed = self.config, self.observed
         accelerated = self.device.type == "cuda"
         monitor = find_gpu_monitor(self.device.index or 0) if accelerated else None
@@ -155,7 +168,7 @@ class Trainer:
         observed.wall_seconds["startup"] = time.perf_counter() - self.started
         self._warm_until = self.step + warmup_steps(config.train.steps)
         first_step = self.step
-        with self.interruption:
+        with self.interruption.listening():
             try:
                 self._train_to_end(first_step)
             except BaseException as error:
@@ -188,16 +201,13 @@ class Trainer:
     def _take_steps(self) -> None:
         """Take steps until the run ends, a signal arrives, or a loss spike requires a rollback."""
         config, observed = self.config, self.observed
-        with Prefetcher(
-            self.batches, self.step, config.train.steps, depth=config.data.prefetch, apply=self.to_device,
-            number_of=self.recovery.batch,
-        ) as batches:  # fmt: skip
-            self.prefetcher = batches
+        numbers = map(self.recovery.batch, range(self.step, config.train.steps))
+        with Prefetcher(self.batches, numbers, config.data.prefetch, self.to_device) as self.prefetcher:
             while self.step < config.train.steps and not self._stopping():
                 if config.train.profile_steps and self.step == self._warm_until and self._enough_steps_left():
-                    self._profile_steps(batches)
+                    self._profile_steps()
                 else:
-                    times = self._timed_step(batches, recording=False)
+                    times = self._timed_step(recording=False)
                     if self.step > self._warm_until:
                         observed.steps.append(times)
                     self._after_step(times, recorded=False)
@@ -205,7 +215,6 @@ class Trainer:
                         self._replan()
                 self._probe_if_due()
                 observed.joules, observed.joules_basis = self.energy.joules(), self.energy.basis
-            self.data_facts = self.loader.facts() | batches.facts()
 
     def _replan(self) -> None:
         """Estimate the run again from the first steps. The plan made before the run is kept."""
@@ -230,13 +239,13 @@ class Trainer:
         readable = self.mesh.size == 1 or self.device.type == "cpu"
         return readable and self.config.train.steps - self.step >= 3 * self.config.train.profile_steps
 
-    def _timed_step(self, batches: Iterator[Batch[Tensor]], recording: bool) -> StepTimes:
+    def _timed_step(self, recording: bool) -> StepTimes:
         """Take one optimizer step. With `recording`, emit the marks that the profile reader looks for."""
-        clock, observer, number = self.clock, self.observer, self.step
+        clock, observer, number = self.one_step.clock, self.observer, self.step
         self.one_step.recording = recording
         with clock.step() as times, scope(STEP_SCOPE, recording), observer.step(number + 1, clock):
             with clock.phase(Phase.DATA):
-                batch = next(batches)
+                batch = next(self.prefetcher)
                 if self.config.tracking.batch_digests:
                     self._batch_crc32 = batch_crc32(batch)
             loss = self.one_step.forward_backward(batch, number)
@@ -249,7 +258,7 @@ class Trainer:
         observer.after_step(self.step, self.journal.event, self.say)
         return times
 
-    def _profile_steps(self, batches: Iterator[Batch[Tensor]]) -> None:
+    def _profile_steps(self) -> None:
         """Take a few steps under the profiler, which records the time of each operation and every allocation."""
         count = self.config.train.profile_steps
         began, counted = time.perf_counter(), sum(self.observed.wall_seconds.values())
@@ -258,7 +267,7 @@ class Trainer:
         model = self.one_step.model
         with scopes_of(model, self.compiled), self.observer.recording(), profiled(self.device.type) as recorded:
             for _ in range(count):
-                finished.append(self._timed_step(batches, recording=True))
+                finished.append(self._timed_step(recording=True))
                 self._after_step(finished[-1], recorded=True)
         self.observed.profiled_seconds = [times.wall_seconds for times in finished]
         self.observed.profile = read_profile(recorded, count, self.one_step.gradient_pointers)
@@ -317,7 +326,7 @@ class Trainer:
         return found
 
     def _validate(self) -> float:
-        return validate(self.one_step, self.loader, self.mesh, self.to_device, self.config.evaluation.batches)
+        return validate(self.one_step, self.loader, self.to_device)
 
     def _take_checkpoint(self, validation_loss: float | None = None) -> float:
         """Copy the current state; `checkpointer.write()` then writes it while the next steps run. Returns seconds."""
@@ -378,11 +387,11 @@ class Trainer:
         self.journal.sessions.end(self.interruption.name or "done", self.step, observed)
         self.journal.sessions.merge(observed, self.run.metrics())
         ledger = finished_ledger(
-            observed, self.plan, config, self.one_step, self.dataset.unigram_loss,
+            observed, self.plan, self.one_step, self.dataset.unigram_loss,
             train_loss=self.train_loss, validation_loss=self.validation_loss, compile=self.compiled,
-            data=self.data_facts, steps_done=self.step, interrupted=self.interruption.name,
-            sessions=self.journal.sessions.facts(), rollbacks=len(self.recovery.decisions),
-            planned_again=self._replanned or None,
+            data=self.loader.facts() | self.prefetcher.facts(), steps_done=self.step,
+            interrupted=self.interruption.name, sessions=self.journal.sessions.facts(),
+            rollbacks=len(self.recovery.decisions), planned_again=self._replanned or None,
         )  # fmt: skip
         self.observer.complete(ledger)
         return ledger

@@ -6,44 +6,38 @@ many processes: `Ranks`, `LayoutStep` and `RankObserver`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ironlaw.config import LayoutConfig
 from ironlaw.cores import usable_threads
 from ironlaw.ledger import Ledger
 from ironlaw.machine.profile import Profile
 from ironlaw.observe.clock import StepClock
 from ironlaw.observe.measured import Observations
 from ironlaw.observe.profile import StepProfile
+from ironlaw.workload.layout import Layout
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`rank` of `size` ranks with a layout `config`, on `device`. For `sites` see `train/parallel/diloco.py`."""
+    """`rank` of `size` ranks with a `layout`, on `device`. For `sites` see `train/parallel/diloco.py`."""
 
     device: torch.device
     rank: int = 0
     size: int = 1
-    config: LayoutConfig = field(default_factory=lambda: LayoutConfig(dp=1))
+    layout: Layout = field(default_factory=Layout)
     sites: int = 1
 
     @property
     def is_rank_0(self) -> bool:
         """Whether this is the rank that writes files and messages."""
         return self.rank == 0
-
-    @property
-    def dp(self) -> int:
-        """Number of data-parallel replicas, which share the sequences of a batch."""
-        assert self.config.dp is not None
-        return self.config.dp
 
     def index(self, dimension: str) -> int:
         """Return this rank's coordinate along tp, cp, dp, pp or site."""
@@ -88,15 +82,13 @@ class Observer:
     def __exit__(self, *error: object) -> None:
         """Called at the end of the run."""
 
-    @contextmanager
-    def step(self, number: int, clock: StepClock) -> Iterator[None]:
+    def step(self, number: int, clock: StepClock) -> AbstractContextManager[None]:
         """Return the context of step `number`, counted from 1."""
-        yield
+        return nullcontext()
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Return the context of the profiled steps."""
-        yield
+        return nullcontext()
 
     def recorded(self, profiler: Any, profile: StepProfile, persistent_bytes: int) -> None:
         """Called with a finished profiler, the profile read from it, and the bytes held between steps."""

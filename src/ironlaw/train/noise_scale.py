@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ironlaw.config import LayoutConfig, RunConfig
+from ironlaw.config import RunConfig
 from ironlaw.errors import UserError
-from ironlaw.plan.recipe import micro_batch_of
+from ironlaw.workload.layout import Layout
 
 DECAY = 0.9  # of the averages, per estimate
 
@@ -44,12 +44,10 @@ class NoiseScale:
         self.signal, self.noise = float(state_dict["signal"]), float(state_dict["noise"])
 
 
-def first_part(config: RunConfig, layout: LayoutConfig) -> int:
+def first_part(config: RunConfig, layout: Layout) -> int:
     """Return how many micro-batches of a replica form the small batch. Raises UserError if there are too few for two
     parts."""
-    assert layout.dp is not None
-    share = config.train.global_batch // layout.dp
-    micro_batches = share // micro_batch_of(config, share)
+    micro_batches = config.train.global_batch // layout.dp // layout.micro_batch
     if layout.pp == 1 and micro_batches > 1:
         return 1
     if layout.pp > 1 and micro_batches % (2 * layout.pp) == 0:

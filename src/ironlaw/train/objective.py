@@ -1,7 +1,7 @@
 """Training objectives. An objective computes the loss of a micro-batch and counts the items over which it is a mean.
 
 objective = build_objective(config, device)
-objective(model, batch, samples, "sum") / objective.count(batch)
+objective.total(model, batch, samples) / objective.count(batch)
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CrossEntropy:
     per_token = True  # the loss on held-out text is in nats per token
     second: Transformer | None = None  # a frozen model used beside the trained one
 
-    def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
-        balance: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        return model(batch.inputs, batch.targets, samples, batch.documents, reduction, balance)
+    def total(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, balance: Tensor | None = None
+    ) -> Tensor:
+        """Return the sum of the losses of all items; `balance` weighs the loss that balances experts."""
+        return model(batch.inputs, batch.targets, samples, batch.documents, "sum", balance)
 
     def count(self, batch: Batch[Tensor]) -> Tensor:
         """Return the number of targets."""
@@ -55,28 +55,16 @@ class CrossEntropy:
             return float(model(batch.inputs, batch.targets, documents=batch.documents)) * counted, counted
 
 
-class _Summed(CrossEntropy):
-    """An objective that is computed as a sum over items, of a model without experts."""
-
-    def __call__(
-        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, reduction: str = "mean",
-        balance: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        total = self.total(model, batch, samples)
-        return total if reduction == "sum" else total / self.count(batch)
-
-    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
-        raise NotImplementedError
-
-
-class Distillation(_Summed):
+class Distillation(CrossEntropy):
     """(1 - w) cross-entropy + w T^2 KL(teacher || student) of logits divided by T (arXiv 1503.02531, section 2), plus
     `hidden` (1 - cosine) of the last hidden states. On held-out text, the student's cross-entropy alone is used."""
 
     def __init__(self, config: ObjectiveConfig, teacher: Transformer) -> None:
         self.config, self.second = config, teacher
 
-    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
+    def total(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, balance: Tensor | None = None
+    ) -> Tensor:
         assert self.second is not None
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN):
             taught_hidden, taught = outputs(self.second, batch)
@@ -93,7 +81,7 @@ class Distillation(_Summed):
         return loss
 
 
-class Preference(_Summed):
+class Preference(CrossEntropy):
     """DPO (arXiv 2305.18290, equation 7): -log sigmoid(beta (m - m_reference)), where m is the log-probability of the
     chosen answer minus that of the rejected one. Documents 2 i and 2 i + 1 of a row are the answers of pair i."""
 
@@ -103,7 +91,9 @@ class Preference(_Summed):
         """If `reference` is None, the model without its adapters is the reference."""
         self.beta, self.second = beta, reference
 
-    def total(self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None) -> Tensor:
+    def total(
+        self, model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None, balance: Tensor | None = None
+    ) -> Tensor:
         other = _without_adapters(model) if self.second is None else nullcontext(self.second)
         with torch.no_grad(), scope(MODULE_SCOPE + FROZEN), other as frozen:
             reference = margins(frozen, batch)
@@ -115,7 +105,7 @@ class Preference(_Summed):
 
     def held_out(self, model: nn.Module, batch: Batch[Tensor], autocast: Callable[[], Any]) -> tuple[float, int]:
         with autocast():
-            return float(self.total(model, batch, None)), int(self.count(batch))
+            return float(self.total(model, batch)), int(self.count(batch))
 
 
 def outputs(model: nn.Module, batch: Batch[Tensor], samples: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -33,10 +33,8 @@ def autocast(device: torch.device, precision: str) -> Any:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def prepare(
-    model: nn.Module, blocks: nn.ModuleList, device: torch.device, precision: str, train: TrainConfig
-) -> Moment | None:
-    """Prepare a model for `precision`, once. Products of a recipe that the device does not support are emulated bit
+def prepare(blocks: nn.ModuleList, device: torch.device, precision: str, train: TrainConfig) -> Moment | None:
+    """Prepare blocks for `precision`, once. Products of a recipe that the device does not support are emulated bit
     for bit; then the `Moment` that seeds their rounding is returned. UserError if hardware or torchao is missing."""
     if train.qat is not None:
         make_aware(blocks, train.qat)

@@ -29,7 +29,7 @@ from ironlaw.model.huggingface.weights import check_weights, load_weights
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.compression import stored
 from ironlaw.numerics.quantized import Quantized
-from ironlaw.train.average import WeightAverage
+from ironlaw.train.average import WeightAverage, swap
 from ironlaw.train.checkpoint import (
     AdapterFiles,
     Checkpoint,
@@ -223,18 +223,18 @@ def load_for_inference(checkpoint: Checkpoint, config: ModelConfig, averaged: bo
     if not averaged:
         load(checkpoint, model, config)
         return model.eval()
-    adapted, sharded = (checkpoint.index.get("store") == name for name in (AdapterFiles.name, "sharded"))
+    adapted = checkpoint.index.get("store") == AdapterFiles.name
     if adapted:
         load_adapted(checkpoint, model, config)
-    average = WeightAverage(model, 0.0, by_name=sharded)
+    average = WeightAverage(model, 0.0)
     if checkpoint.index.get("store") == QuantizedFiles.name:
         raise UserError(
             f"{checkpoint.path} is compressed and holds no averaged weights: export the run that was compressed with "
             "--average, and compress that directory"
         )
-    if load(checkpoint, model, config, {average.name: average}):
+    if load(checkpoint, model, config, {"average": average}):
         raise UserError(f"{checkpoint.path} holds no averaged weights: train with train.average_decay")
-    average.swap()
+    swap(average.tensors, average.parameters)
     if adapted:
         merge(model)
     return model.eval()

@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ironlaw.config import RunConfig
 from ironlaw.data.batch import IGNORED, Batch
 from ironlaw.data.loader import Loader
 from ironlaw.ledger import Estimate, Ledger, Origin
 from ironlaw.machine import host, interference
 from ironlaw.observe.measured import Observations, measured_ledger
 from ironlaw.plan.recipe import batch_of
-from ironlaw.train.history import now
-from ironlaw.train.mesh import Mesh
+from ironlaw.train.run_directory import now
 from ironlaw.train.step import Step
 from ironlaw.workload.program import batch_bytes
 
@@ -34,20 +32,18 @@ class Outcome:
 
 
 @torch.no_grad()
-def validate(
-    step: Step, loader: Loader, mesh: Mesh, to_device: Callable[[Batch[Any]], Batch[Tensor]], max_batches: int
-) -> float:
-    """Return the mean loss on held-out text over all replicas, which share the batches. `max_batches`: global ones.
+def validate(step: Step, loader: Loader, to_device: Callable[[Batch[Any]], Batch[Tensor]]) -> float:
+    """Return the mean loss on held-out text over all replicas, which share the batches.
 
     Evaluation uses collectives on every rank: a rank without a batch of its own evaluates another's and ignores it.
     """
-    rows = step.micro_batch if step.schedule is None else step.share
-    batches = list(loader.validation(rows, max_batches * step.config.train.global_batch))
+    rows, config, mesh = step.micro_batch if step.schedule is None else step.share, step.config, step.mesh
+    batches = list(loader.validation(rows, config.evaluation.batches * config.train.global_batch))
     if step.schedule is not None:  # a pipeline evaluates only batches of the training step's size
         batches = [_filled(batch, rows) for batch in batches]
     total, tokens = 0.0, 0.0
     with step.evaluating():
-        for first in range(0, len(batches), mesh.dp):
+        for first in range(0, len(batches), mesh.layout.dp):
             mine = first + mesh.index("dp")
             counts = mine < len(batches)
             losses, counted = step.evaluate(to_device(batches[mine] if counts else batches[0]))
@@ -71,8 +67,8 @@ def in_other_units(loss: float, bits_per_byte: float | None) -> dict[str, float]
 
 
 def finished_ledger(
-    observed: Observations, plan: Ledger, config: RunConfig, step: Step, unigram_loss: float | None, *,
-    train_loss: float, validation_loss: float, **facts: Any,
+    observed: Observations, plan: Ledger, step: Step, unigram_loss: float | None, *, train_loss: float,
+    validation_loss: float, **facts: Any,
 ) -> Ledger:  # fmt: skip
     """Return the ledger of all sessions, on rank 0. `facts` describe the run's end and its data."""
     facts |= {
@@ -87,8 +83,8 @@ def finished_ledger(
         observed,
         planned=plan,
         held=step.held() | observed.copies(),
-        batch_bytes=batch_bytes(batch_of(config)),
-        tokens_per_step=config.tokens_per_step,
+        batch_bytes=batch_bytes(batch_of(step.config)),
+        tokens_per_step=step.config.tokens_per_step,
         facts=plan.facts | facts | step.facts(),
     )
     total = sum(observed.wall_seconds.values())

@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,11 @@ import psutil
 from ironlaw.config import RunConfig, load_config
 from ironlaw.errors import UserError, reported
 from ironlaw.files import FULL, as_name, check_can_be_folder, is_taken, lock_file, write_text
-from ironlaw.train.jsonl import read_lines
+from ironlaw.train.jsonl import append_line, read_lines
 
 LOCK = ".lock"
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], None]  # of a signal
 _held: set[Path] = set()  # locked by this process: file locks do not exclude other threads of the process
 
 
@@ -73,10 +74,18 @@ class RunDirectory:
                 raise UserError(f"line {number} of {self.metrics_file} is of no step: remove it, or give a new --out")
         return entries
 
+    def write_event(self, event: str, **fields: Any) -> None:
+        """Append an event to events.jsonl and sync it to disk. Raises OSError if that fails."""
+        append_line(self.events_file, {"event": event, "time": now(), **fields}, sync=True)
+
     def drop_after(self, step: int) -> None:
         """Drop the metrics of steps that a resumed run will take again."""
         kept = [json.dumps(entry) + "\n" for entry in self.metrics() if entry["step"] <= step]
         write_text(self.metrics_file, "".join(kept))
+
+
+def now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def _has_numbers(entry: dict[str, Any]) -> bool:
@@ -170,7 +179,8 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
     partial = folder.absolute().with_name(f".{folder.absolute().name}.{os.getpid()}.partial")
     remove_partial(partial.parent, f"{glob.escape(folder.absolute().name)}.*")
     try:
-        with _raise_on_signals():
+        # What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does.
+        with handled_signals(_raise_interrupt, lambda before: before is signal.SIG_DFL):
             partial.mkdir(parents=True)
             yield partial
             partial.rename(folder)  # also replaces an empty directory
@@ -184,21 +194,22 @@ def complete_or_nothing(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _raise_on_signals() -> Iterator[None]:
-    """What would end the process without a word raises KeyboardInterrupt, as Ctrl-C does."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(number)
-
-    heard = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
-    heard = heard if threading.current_thread() is threading.main_thread() else []
-    for number in heard:
-        signal.signal(number, stop)
+def handled_signals(handler: Handler, replaces: Callable[[Any], bool]) -> Iterator[None]:
+    """Handle the signals that end a process whose present handlers `replaces` selects. Python delivers signals to the
+    main thread only, and in others this does nothing."""
+    here = ENDING_SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in here if replaces(signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _is_partial(path: Path) -> bool:
@@ -259,8 +270,7 @@ def locked(folder: Path) -> Iterator[None]:
             descriptor = held.enter_context(lock_file(path, lock))
         _held.add(path)
         held.callback(_held.discard, path)
-        started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         with contextlib.suppress(OSError):  # if the disk is full, the lock holds but names no holder
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {now()}\n".encode(), 0)
         yield

@@ -28,8 +28,6 @@ from ironlaw.machine.timing import is_emulated
 from ironlaw.plan import totals
 from ironlaw.plan.step import plan_run
 from ironlaw.train import checkpoint
-from ironlaw.train.faults import is_out_of_memory, out_of_memory
-from ironlaw.train.history import write_event
 from ironlaw.train.jsonl import read_lines
 from ironlaw.train.loop import Trainer
 from ironlaw.train.mesh import Mesh, Observer
@@ -118,9 +116,17 @@ def run_training(
         try:
             mesh.on_rank_0(create)
             with observer(run) as watching:
-                named: dict[str, Any] = {"observer": watching, "start": start, "watch": watch, "say": say}
-                trainer = partial(Trainer, config, run, plan, dataset, profile, mesh, step, **named)
-                return _train(trainer, config, run, plan, profile, mesh, start)
+                trainer = Trainer(
+                    config, run, plan, dataset, profile, mesh, step, observer=watching, start=start, watch=watch,
+                    say=say,
+                )  # fmt: skip
+                outcome = trainer.train()
+                if mesh.is_rank_0:
+                    outcome.ledger.save(run.ledger_file)
+                mesh.barrier()
+                if mesh.size == 1:  # the records that improve later plans are of single processes only
+                    _remember(trainer, outcome)
+                return outcome
         except UserError:
             # Weights are read, and found damaged, only now: the same command must work once they are replaced.
             if not there and mesh.is_rank_0 and not run.metrics_file.is_file():
@@ -139,33 +145,6 @@ def plan_here(config: RunConfig, profile: Profile, mesh: Mesh) -> Ledger:
     if not totals.fits(plan):
         raise UserError("the plan does not fit this machine's memory: lower train.micro_batch; see `ironlaw plan`")
     return plan
-
-
-def _train(
-    build: Callable[[], Trainer], config: RunConfig, run: RunDirectory, plan: Ledger, profile: Profile, mesh: Mesh,
-    start: checkpoint.Checkpoint | None,
-) -> Outcome:  # fmt: skip
-    trainer: Trainer | None = None
-    try:
-        trainer = build()
-        outcome = trainer.train()
-    except Exception as error:
-        if mesh.size > 1 or not is_out_of_memory(error):
-            raise
-        step = trainer.step if trainer is not None else 0
-        last = trainer.checkpointer.last if trainer is not None else start
-        answer = out_of_memory(error, config, plan, profile, step, last)
-        with contextlib.suppress(OSError):
-            write_event(run, "out_of_memory", step=step, message=str(answer))
-        raise answer from None
-    if mesh.is_rank_0:
-        outcome.ledger.save(run.ledger_file)
-    mesh.barrier()
-    if mesh.size == 1:  # the records that improve later plans are of single processes only
-        interference.append_observations(profile, trainer.observed.probes)
-        _remember(plan, outcome, profile, run)
-        supply.write_supply(config.data, config.sequence, outcome.ledger.facts["data"])
-    return outcome
 
 
 def check_start(
@@ -207,11 +186,15 @@ def check_start(
     return start
 
 
-def _remember(plan: Ledger, outcome: Outcome, profile: Profile, run: RunDirectory) -> None:
-    """Record planned and measured step times of a complete run, from which intervals of later plans are computed."""
+def _remember(trainer: Trainer, outcome: Outcome) -> None:
+    """Record the machine's speed, the loader's, and planned and measured step times of a complete run, from which
+    intervals of later plans are computed."""
+    config, plan, profile, facts = trainer.config, trainer.plan, trainer.profile, outcome.ledger.facts
+    interference.append_observations(profile, trainer.observed.probes)
+    supply.write_supply(config.data, config.sequence, facts["data"])
     measured = outcome.ledger.totals.get("step_seconds")
-    others = outcome.ledger.facts.get("other_load") or 0.0  # other programs' load makes a run unfit for comparison
+    others = facts.get("other_load") or 0.0  # other programs' load makes a run unfit for comparison
     if others > interference.MAX_OTHER_LOAD or is_emulated(plan.decided.precision, profile):
         return  # the plan does not include the rounding of emulated products
-    if measured is not None and outcome.interrupted is None and not outcome.ledger.facts["compile"]:
-        totals.remember(profile.created, plan.totals["step_seconds"].value, measured.value, run.path.name)
+    if measured is not None and outcome.interrupted is None and not facts["compile"]:
+        totals.remember(profile.created, plan.totals["step_seconds"].value, measured.value, trainer.run.path.name)

@@ -7,7 +7,7 @@ offloading, the average of the weights, the noise scale. The training loop decid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -53,8 +53,7 @@ class Step:
     attention: str | None = None  # the attention kernel in use, if known
     offload: ActivationOffload | None = None
     schedule: Any = None  # pipeline schedule, if any
-    plugins: Sequence[Any] = ()  # used on many ranks (`train/average.py`)
-    delayed = False  # delayed scaling: quantization scales come from earlier micro-batches
+    plugin: Any = None  # an extension used on many ranks (`train/parallel/store.py`)
     moment: Any = None  # current step and micro-batch, which seed stochastic rounding
 
     def __init__(
@@ -65,9 +64,9 @@ class Step:
         `onednn`: fp32 matrix products use oneDNN."""
         self.config, self.decisions, self.mesh, self.device, self.say = config, decisions, mesh, mesh.device, say
         self.precision: str = decisions.precision
-        self.share = config.train.global_batch // mesh.dp  # sequences per replica
+        self.share = config.train.global_batch // mesh.layout.dp  # sequences per replica
         self.about: dict[str, Any] = {}  # extra fields of a checkpoint's index: the models it depends on
-        self.clock, self.recording = StepClock(), False
+        self.clock, self.recording = StepClock(cuda=self.device.type == "cuda"), False
         self.gradient_pointers: set[int] = set()  # addresses in the last profiled step
         self.small_square: tuple[int, float] | None = None  # sequences of a small batch, squared norm of its gradient
         self._norm = 0.0
@@ -76,7 +75,7 @@ class Step:
         self._build(onednn, fresh)
         self.scale = precision.LossScale(self.device, self.precision, config.scaler)
         decay = config.train.average_decay
-        self.average = None if decay is None else WeightAverage(self.model, decay, by_name=mesh.size > 1)
+        self.average = None if decay is None else WeightAverage(self.model, decay)
         self.noise = NoiseScale()
 
     def _build(self, onednn: bool, fresh: bool) -> None:
@@ -84,12 +83,10 @@ class Step:
         config, device, plan = self.config, self.device, self.decisions
         self.model = self._first_model(read=fresh or config.finetune.adapts)
         self.micro_batch, self.micro_batches = config.micro_batch, config.accumulation
-        rules = precision_recipe(self.precision)
-        self.delayed = rules is not None and rules.history > 0
         self.model.to(device)
         use_onednn(self.model, onednn)
         use_native_attention(self.model, plan.native_attention)
-        self.moment = precision.prepare(self.model, self.model.blocks, device, self.precision, config.train)
+        self.moment = precision.prepare(self.model.blocks, device, self.precision, config.train)
         self.model.dropout_seed = config.train.seed
         self.model.loss_chunk = plan.loss_chunk
         recompute_blocks(self.model.blocks, plan.recompute)
@@ -133,13 +130,14 @@ class Step:
         states: dict[str, Stateful] = {"optimizer": self.optimizer}
         if self.scale.is_enabled():
             states["loss scale"] = self.scale
-        if self.moment is not None and self.delayed:
+        rules = precision_recipe(self.precision)
+        if self.moment is not None and rules is not None and rules.history > 0:  # scales are of earlier micro-batches
             states["largest numbers"] = self.moment
         if self.average is not None:
             states["average"] = self.average
         if self.config.train.noise_scale_every:
             states["noise scale"] = self.noise
-        return states | {plugin.name: plugin for plugin in self.plugins}
+        return states if self.plugin is None else states | {self.plugin.name: self.plugin}
 
     def load(self, checkpoint: Checkpoint, states: dict[str, Stateful]) -> list[str]:
         """Load weights and states from disk. Returns the names of states that the checkpoint lacks.
@@ -240,8 +238,8 @@ class Step:
         if counted is not None:
             # Losses that balance experts are means: their share of the batch is that of the micro-batch's targets.
             balance = self.objective.count(micro).float() if self.config.model.moe else None
-            return self.objective(self.model, micro, samples, "sum", balance) / counted
-        loss = self.objective(self.model, micro, samples)
+            return self.objective.total(self.model, micro, samples, balance) / counted
+        loss: Tensor = self.model(micro.inputs, micro.targets, samples)
         if len(batch.inputs) % self.micro_batch:
             return loss * (len(micro.inputs) / len(batch.inputs))
         return loss / self.micro_batches
@@ -279,9 +277,9 @@ class Step:
                     self.noise.observe(*self.small_square, self.config.train.global_batch, self._norm**2)
             self.small_square = None
             result = StepResult(float(mean), self._norm, stop)
-        for plugin in self.plugins:
+        if self.plugin is not None:
             with self.clock.phase(Phase.COMMUNICATION):
-                plugin.after(number + 1)
+                self.plugin.after(number + 1)
         return result
 
     def _reduce_and_clip(self, loss: Tensor, stop: bool) -> tuple[Any, Any, bool]:

@@ -37,7 +37,7 @@ from ironlaw.model.linear import onednn_available
 from ironlaw.model.moe import update_routing
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.clock import StepClock
-from ironlaw.plan.recipe import batch_of, layout_of, recipe_of
+from ironlaw.plan.recipe import batch_of, recipe_of
 from ironlaw.plan.step import with_adapters
 from ironlaw.train import loop, session
 from ironlaw.train.average import WeightAverage
@@ -145,7 +145,7 @@ class Run:
         decisions = Decisions(config.train.precision, planned_recipe(config).loss_chunk, policies)
         self.step = LayoutStep(config, decisions, self.ranks)
         self.rank_model, self.states = self.step.rank_model, self.step.states()
-        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.dp)
+        self.batches = batches_of(config, self.ranks.index("dp"), self.ranks.layout.dp)
         self.small_squares: list[float | None] = []
 
     def train(self, first: int, last: int) -> list[tuple[float, float]]:
@@ -297,8 +297,8 @@ def task_noise(case: dict[str, Any], folder: Path) -> list[list[float]]:
     model, batches = Transformer(config.model), batches_of(config)
     optimizer, squares = build_optimizer(model, config.optimizer), []
     rows = [
-        replica * run.step.share + row for replica in range(run.ranks.dp)
-        for row in range(first_part(config, run.ranks.config) * run.step.micro_batch)
+        replica * run.step.share + row for replica in range(run.ranks.layout.dp)
+        for row in range(first_part(config, run.ranks.layout) * run.step.micro_batch)
     ]  # fmt: skip
     for step in range(4):
         batch = batches.batch(step).map(torch.from_numpy)
@@ -349,7 +349,8 @@ def task_reshard(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             for name, tensor in tensors.items():
                 different = float((tensor - whole[0][name]).abs().max())
                 differences[name] = max(differences.get(name, 0.0), different)
-    return {"difference": max(differences.values(), default=0.0), "losses": losses}
+    last = checkpointer.last.step if checkpointer.last else None
+    return {"difference": max(differences.values(), default=0.0), "losses": losses, "last": last}
 
 
 def task_first_weights(case: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -391,7 +392,7 @@ def task_traffic(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     run.train(0, 2)  # DDP settles its buckets, a pipeline its shapes
     with counted(run.ranks) as found:
         run.train(2, 3)
-    layout = layout_of(run.ranks.config, run.step.micro_batch)
+    layout = run.ranks.layout
     asked = run.config.model, layout, batch_of(run.config), planned_recipe(run.config)
     planned = collectives(*asked, run.ranks.index("pp"))
 
@@ -430,12 +431,13 @@ def task_compiled(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         run = Run(config_of(case | {"train": case["train"] | {"compile": wanted}}))
         with observed(run.ranks) as traffic:
             losses = run.train(0, 2)
-            with traffic.counting(StepClock()):
+            clock = StepClock()
+            with traffic.counting(clock):
                 losses += run.train(2, 3)
             store_at(run.step.store, folder, run)
             losses += run.train(3, 5)
         sent = {" ".join(key): [of.count, of.bytes] for key, of in sorted(traffic.table.items())}
-        waited = sum(of.exposed_seconds for of in traffic.found.values())
+        waited = sum(clock.times.waited_seconds.values())
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found[wanted] = {
             "losses": losses,
@@ -459,7 +461,7 @@ def task_averaged(case: dict[str, Any], folder: Path) -> dict[str, float]:
     run = Run(config_of(case))
     found = run.train(0, 6)
     other = Run(config_of(case))
-    other.step.plugins = []
+    other.step.plugin = None
     expected = []
     for step in range(6):
         expected += other.train(step, step + 1)
@@ -508,7 +510,7 @@ def task_memory(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             run.train(4, 5)
     peak = recorded.peak_bytes(begin)
     inside = persistent + again.peak_bytes()
-    layout = layout_of(run.ranks.config, run.step.micro_batch).filled(config.train.global_batch)
+    layout = run.ranks.layout.filled(config.train.global_batch)
     program = planned_step(config.model, batch_of(config), layout, planned_recipe(config))
     planned = peak_memory(program, run.ranks.index("pp"))
     document = {"found": peak, "inside": inside, "planned": planned.total, "components": planned.components}
@@ -599,7 +601,8 @@ def read_alone(config: RunConfig, folder: Path) -> dict[str, Tensor]:
     average = WeightAverage(model, config.train.average_decay or 0.5)
     states: dict[str, Any] = {"optimizer": optimizer} | ({"average": average} if config.train.average_decay else {})
     assert ShardedFiles().read(folder, model, states) == []
-    return {name: tensor.clone() for name, tensor in (dict(named_tensors(model, optimizer)) | average.named()).items()}
+    held = named_tensors(model, {"optimizer": optimizer, "average": average})
+    return {name: tensor.clone() for name, tensor in held}
 
 
 def _rank(rank: int, size: int, port: int, batches: Any, finished: Any) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ironlaw.config import LayoutConfig, build_config
+from ironlaw.config import build_config
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.huggingface.weights import write_model
 from ironlaw.model.transformer import Transformer
 from ironlaw.train.parallel import compilation
+from ironlaw.workload.layout import Layout
 
 from .job import GPT, LLAMA
 
@@ -126,7 +127,7 @@ def test_compiled_blocks_train_alike(size: int, cases: list[Any] | None, on_rank
 )
 def test_what_is_not_compiled_is_said(layout: Any, tables: Any, policies: Any, reason: str) -> None:
     config = build_config({"model": GPT, "layout": layout} | tables)
-    ranks: Any = SimpleNamespace(config=LayoutConfig(**layout))
+    ranks: Any = SimpleNamespace(layout=Layout(**layout))
     found = compilation.reason_not_to_compile(config, ranks, policies)
     assert found is not None and reason in found
 

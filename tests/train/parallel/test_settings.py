@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ironlaw.config import build_config
+from ironlaw.config import LayoutConfig, build_config
 from ironlaw.errors import UserError
 from ironlaw.train.noise_scale import first_part
 from ironlaw.train.parallel.job import _chosen
@@ -157,6 +157,12 @@ def test_replicas_that_only_torchrun_tells_of_are_ranks_too(tables: Any, words: 
     config = build_config({"model": model} | ({"layout": layout} if layout else {}) | tables)
     with pytest.raises(UserError, match=words):
         check(config, 2)
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [({"dp": 4, "ep": 2, "tp": 2}, 8), ({"ep": 2, "pp": 2}, 4), ({}, 1)])
+def test_ranks_that_share_experts_are_among_the_replicas(layout: Any, ranks: int) -> None:
+    """A process of its own is told to start so many."""
+    assert LayoutConfig(**layout).ranks == ranks
 
 
 def test_where_no_layout_runs_the_reason_that_is_none_of_a_layout_comes_first() -> None:

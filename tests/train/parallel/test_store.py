@@ -49,6 +49,7 @@ def test_a_checkpoint_goes_from_shards_to_stages(on_ranks: Callable[..., Any]) -
     (results,) = on_ranks(2, [case])
     assert results[0]["difference"] == 0.0
     assert abs(results[0]["losses"][0] - results[0]["losses"][1]) < 1e-5 * results[0]["losses"][0]
+    assert [result["last"] for result in results] == [4, 4]  # every rank knows what is intact when its disk fails
 
 
 def test_no_rank_holds_the_whole_model_it_starts_from(on_ranks: Callable[..., Any]) -> None:

@@ -53,7 +53,7 @@ def apply(
     `policies`: recomputation of each layer; `compile_block`: compiles a block's forward pass. `initialize`: draw random
     weights for a model on the meta device; otherwise they must be read from a checkpoint.
     """
-    layout = ranks.config
+    layout = ranks.layout
     model.dropout_seed = config.train.seed
 
     # First the parts of sequences and heads that a rank computes: all later steps only distribute weights.
@@ -109,7 +109,7 @@ def apply(
 
 def _stages(model: Transformer, ranks: Ranks) -> dict[int, Transformer]:
     """Return this rank's pipeline stages of the model, by stage number."""
-    layout = ranks.config
+    layout = ranks.layout
     if layout.pp == 1:
         return {0: model}
     stages = layout.pp * layout.virtual_stages
@@ -149,18 +149,18 @@ def shard(part: Transformer, ranks: Ranks, policy: MixedPrecisionPolicy) -> None
     or pipelined models) the shard dimension has size 1, and only gradients are reduced.
     """
     frozen = {p for p in part.parameters() if not p.requires_grad} if adapted_layers(part) else set()
-    if frozen and ranks.config.zero == 3:  # shard frozen parameters too; otherwise only trained ones
+    if frozen and ranks.layout.zero == 3:  # shard frozen parameters too; otherwise only trained ones
         adapted.make_codes_parameters(part)
         frozen = set()
     mesh = ranks.mesh["replicate", "shard"] if ranks.size_of("replicate") > 1 else ranks.mesh["shard"]
-    unit = partial(fully_shard, reshard_after_forward=ranks.config.zero == 3, mp_policy=policy)
+    unit = partial(fully_shard, reshard_after_forward=ranks.layout.zero == 3, mp_policy=policy)
     for layer in expert_layers(part) if ranks.experts is not None else ():
         # Expert gradients are averaged over the ranks that hold the same experts, fewer than there are replicas.
-        dimensions = ("expert_replicate", "expert_shard") if ranks.config.zero == 0 else ("expert_shard",)
+        dimensions = ("expert_replicate", "expert_shard") if ranks.layout.zero == 0 else ("expert_shard",)
         assert ranks.experts is not None
         placement = experts.hidden_dimension(layer.experts)
         unit(layer.experts, mesh=ranks.experts[dimensions], shard_placement_fn=placement)
-    by_hidden = shards_hidden(part.config, ranks.config.ep, ranks.size_of("shard"))
+    by_hidden = shards_hidden(part.config, ranks.layout.ep, ranks.size_of("shard"))
     for block in part.blocks:
         place = experts.hidden_dimension(block) if by_hidden and ranks.experts is None else None
         unit(block, mesh=mesh, shard_placement_fn=place, ignored_params=frozen)

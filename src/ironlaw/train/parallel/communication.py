@@ -62,7 +62,6 @@ class CallTotals:
     count: int = 0
     bytes: int = 0
     seconds: float | None = 0.0
-    exposed_seconds: float = 0.0
 
     def add_seconds(self, seconds: float) -> None:
         self.seconds = None if self.seconds is None else self.seconds + seconds
@@ -136,7 +135,7 @@ class Traffic:
     def waited(self, key: Key, seconds: float) -> None:
         if self._clock is None or self.device_type != "cpu" or threading.get_ident() != self._main:
             return
-        self.found.setdefault(key, CallTotals()).exposed_seconds += seconds
+        self.found.setdefault(key, CallTotals())  # also of a rank that only receives
         self._clock.waited(" ".join(key), seconds)
 
     def reference_counts(self, arguments: Any, named: Any) -> list[tuple[Tensor, int]]:

@@ -23,7 +23,7 @@ from ironlaw.workload.layout import SPLIT_BACKWARD
 
 def reason_not_to_compile(config: RunConfig, ranks: Ranks, policies: Sequence[Policy]) -> str | None:
     """Return why blocks are not compiled, None if they are: the same on every rank, and called on each."""
-    layout = ranks.config
+    layout = ranks.layout
     if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD:
         return f"{layout.schedule} splits backward passes, and a compiled one would run twice: use schedule=1f1b"
     if layout.tp * layout.cp > 1 and any(policies):

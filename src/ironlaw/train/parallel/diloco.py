@@ -13,7 +13,7 @@ the sites have changed, new ones start from the common weights with the first si
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from ironlaw.config import RunConfig
 from ironlaw.model.linear import local_part
-from ironlaw.train.average import StepPlugin
+from ironlaw.train.average import swapped
 from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.materialize import COPY, named_like
+from ironlaw.train.parallel.store import StepPlugin
 
 CHUNK_ELEMENTS = 8 * 2**20
 """Number of elements reduced at a time: large enough for the bandwidth, small compared with the model."""
@@ -87,17 +88,9 @@ class DiLoCo(StepPlugin):
         for own, common in zip(self.own, self.common, strict=True):
             local_part(own).copy_(local_part(common))
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Context in which the common weights replace this site's own."""
-        kept = [local_part(own).detach().clone() for own in self.own]
-        self._go_on_from_common()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for own, value in zip(self.own, kept, strict=True):
-                    local_part(own).copy_(value)
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context in which the common weights are in the place of this site's own."""
+        return swapped(self.common, self.own)
 
     def held(self) -> Any:
         return [*self.common, *self.optimizer.state.values()]

@@ -31,12 +31,10 @@ class SharedPeers(Peers):
     """Process groups of a layer of experts: `counting` shares a micro-batch, `exchanging` holds all experts; None means
     this rank alone. `sequence`: tokens per sequence."""
 
-    def __init__(
-        self, counting: dist.ProcessGroup | None, exchanging: dist.ProcessGroup | None, ranks: Ranks, sequence: int
-    ) -> None:  # fmt: skip
-        self.counting, self.exchanging = counting, exchanging
-        self.ranks = 1 if counting is None else counting.size()
-        self.copies, self.cp = ranks.config.tp, ranks.config.cp
+    def __init__(self, ranks: Ranks, sequence: int) -> None:
+        self.counting, self.exchanging = ranks.groups.get("micro_batch"), ranks.groups.get("ep")
+        self.ranks = 1 if self.counting is None else self.counting.size()
+        self.copies, self.cp = ranks.layout.tp, ranks.layout.cp
         self.sequence = sequence
 
     def total(self, counts: Tensor) -> Tensor:
@@ -117,10 +115,10 @@ class _Permute(torch.autograd.Function):
 
 def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
     """Create the process groups for a model with experts, and set those of every layer."""
-    together = replicas_per_micro_batch(config, ranks.dp) * ranks.config.cp
+    together = replicas_per_micro_batch(config, ranks.layout.dp) * ranks.layout.cp
     if together > 1:
-        others = ranks.dp * ranks.config.cp // together
-        shape = (ranks.config.pp, others, together, ranks.config.tp)
+        others = ranks.layout.dp * ranks.layout.cp // together
+        shape = (ranks.layout.pp, others, together, ranks.layout.tp)
         names = ("pp", "others", "micro_batch", "tp")
         mesh = init_device_mesh(ranks.device.type, shape, mesh_dim_names=names)
         ranks.groups["micro_batch"] = mesh.get_group("micro_batch")
@@ -128,7 +126,7 @@ def set_groups(model: nn.Module, config: RunConfig, ranks: Ranks) -> None:
         for dimension in ("expert_replicate", "expert_shard", "ep"):
             ranks.groups[dimension] = ranks.experts.get_group(dimension)
     for layer in expert_layers(model):
-        layer.peers = SharedPeers(ranks.groups.get("micro_batch"), ranks.groups.get("ep"), ranks, config.sequence)
+        layer.peers = SharedPeers(ranks, config.sequence)
 
 
 def shard_experts(experts: Experts, ranks: Ranks) -> None:
@@ -140,7 +138,7 @@ def shard_experts(experts: Experts, ranks: Ranks) -> None:
         placements: list[Placement] = [Shard(0), Shard(inner)]
         if ranks.experts is None:
             mesh, placements = ranks.mesh["tp"], placements[1:]
-        elif ranks.config.tp > 1:
+        elif ranks.layout.tp > 1:
             mesh = ranks.experts["ep", "tp"]
         else:
             mesh, placements = ranks.experts["ep"], placements[:1]
@@ -170,7 +168,7 @@ def balance(model: nn.Module, ranks: Ranks) -> ExpertLoad | None:
             layer.load.copy_(load[:-1])
             layer.dropped.copy_(load[-1])
     found = update_routing(model)
-    if ranks.config.pp == 1:
+    if ranks.layout.pp == 1:
         return found
     mine = found or (0.0, 0.0, 0.0)
     total = torch.tensor([*(value * len(layers) for value in mine), len(layers)], dtype=torch.float64)

@@ -17,9 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from ironlaw.config import CommunicationConfig, RunConfig
-from ironlaw.train.average import StepPlugin
 from ironlaw.train.parallel.apply import RankModel
 from ironlaw.train.parallel.communication import bucket_hook
+from ironlaw.train.parallel.store import StepPlugin
 
 EPSILON = 1e-8
 """Added to the norm of a column: gradients of a lower rank than PowerSGD's have zero columns."""

@@ -33,11 +33,10 @@ from ironlaw.cores import torchrun_integer
 from ironlaw.errors import UserError, reported
 from ironlaw.machine.profile import Profile
 from ironlaw.package import __version__
-from ironlaw.train.history import write_event
 from ironlaw.train.mesh import Result
 from ironlaw.train.parallel.observer import RankObserver
 from ironlaw.train.parallel.planning import plan_job
-from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, planned_layout, sites_of, usable
+from ironlaw.train.parallel.ranks import Ranks, check, create_mesh, on_rank_0, sites_of, usable
 from ironlaw.train.parallel.step import LayoutStep
 from ironlaw.train.parallel.watcher import Note, Watcher
 from ironlaw.train.result import Outcome
@@ -191,7 +190,7 @@ EXTRA_TIMEOUT_SECONDS = 60.0  # by which PyTorch's timeout is later than the wat
 def _hung(run: RunDirectory, report: str, notes: list[Note]) -> None:
     """Report a hang, on the rank that found it, since the others may be unable to."""
     print(f"ironlaw: {report}", file=sys.stderr, flush=True)
-    write_event(run, "hang", report=report, ranks=[asdict(note) for note in notes])
+    run.write_event("hang", report=report, ranks=[asdict(note) for note in notes])
 
 
 @dataclass
@@ -207,8 +206,8 @@ class RankJob:
     @property
     def title(self) -> str:
         """Description of the job for the console."""
-        layout = planned_layout(self.config, self.ranks.config)
-        return f"{self.ranks.size} ranks: {layout}" + (f" ({self.standing_by} more stand by)" * bool(self.standing_by))
+        more = f" ({self.standing_by} more stand by)" if self.standing_by else ""
+        return f"{self.ranks.size} ranks: {self.ranks.layout}{more}"
 
     def train(self, out: Path, profile: Profile, end: Callable[[int], Any] = os._exit, **named: Any) -> Outcome:
         """Train on every rank. `end` ends a rank after a hang."""
@@ -238,7 +237,7 @@ def _chosen(choose: Choose, written: RunConfig, plain: RunConfig, size: int) -> 
 STATE_BYTES = 16  # per parameter in fp32 with AdamW: weight, gradient, two moments
 
 
-def default_layout(config: RunConfig, size: int, memory_bytes: float) -> LayoutConfig:
+def default_layout(config: RunConfig, memory_bytes: float) -> LayoutConfig:
     """Return the layout if none is given: replicas, or full sharding if the state exceeds half of a rank's memory."""
     held = STATE_BYTES * config.model.parameters
     here = memory_bytes / torchrun_integer("LOCAL_WORLD_SIZE")
@@ -259,7 +258,7 @@ def job(
     written = config
     planned = config.layout is None and choose is not None and not torch.cuda.is_available()
     if config.layout is None:
-        config = config.model_copy(update={"layout": default_layout(config, size, memory_bytes)})
+        config = config.model_copy(update={"layout": default_layout(config, memory_bytes)})
     elastic = torchrun_integer("TORCHELASTIC_MAX_RESTARTS", 0) > 0
     if not elastic and not planned:  # before ranks wait for each other
         _raise_on_rank_0(lambda: check(config, size))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ COPY = "#copy"
 QKV = ("query", "key", "value")  # parts of the fused projection, which have their own names in checkpoints and layouts
 
 
-def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of weights and optimizer state, as views; on a layout, of the parts this rank holds."""
+def named_tensors(model: nn.Module, states: Mapping[str, Any] = MappingProxyType({})) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of weights, and of optimizer state and averages if `states` has them, as views; on a
+    layout, of the parts this rank holds."""
+    optimizer, average = states.get("optimizer"), states.get("average")
     # Router biases, which balance the load of experts, are updated without gradients.
     yield from ((f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name.endswith(".router.bias"))
     for name, parameter in model.named_parameters():
@@ -36,6 +39,8 @@ def named_tensors(model: nn.Module, optimizer: Any = None) -> Iterator[tuple[str
         for key, value in () if optimizer is None else optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 yield from _named_on_disk("optimizer", name, f"/{key}", value, model)
+    if average is not None:
+        yield from named_like(model, "average", average.by_parameter())
 
 
 def named_like(model: nn.Module, prefix: str, tensors: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -103,7 +103,7 @@ class RankObserver(Observer):
 
     def __init__(self, ranks: Ranks, config: RunConfig, watcher: Watcher) -> None:
         self.ranks, self.watcher, self.every = ranks, watcher, config.recovery.straggler_every
-        per_stage = ranks.size // ranks.config.pp
+        per_stage = ranks.size // ranks.layout.pp
         stages = [rank // per_stage for rank in range(ranks.size)]
         self.stragglers = StragglerDetector(stages, config.recovery.straggler_threshold)
         self._by_rank: list[dict[str, Any]] = []

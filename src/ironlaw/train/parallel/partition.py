@@ -32,7 +32,7 @@ class RankPartition(ComputePartition):
     all ranks have the same work under a causal mask (Llama 3, arXiv 2407.21783, section 3.3.2)."""
 
     def __init__(self, ranks: Ranks) -> None:
-        config = ranks.config
+        config = ranks.layout
         self.tp, self.tp_rank = config.tp, ranks.index("tp")
         self.sp = config.sp
         self.cp, self.cp_rank = config.cp, ranks.index("cp")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from ironlaw.config import RunConfig
 from ironlaw.ledger import Phase
 from ironlaw.model.linear import Linear
 from ironlaw.model.transformer import Transformer
@@ -62,41 +63,32 @@ def join_stages(parts: dict[int, Transformer]) -> Transformer:
 
 
 def build_schedule(
-    parts: dict[int, nn.Module],
-    ranks: Ranks,
-    micro_batches: int,
-    micro_batch: int,
-    sequence: int,
-    hidden: int,
-    autocast: Callable[[], Any],
+    parts: dict[int, nn.Module], ranks: Ranks, config: RunConfig, micro_batches: int,
     phase: Callable[[Phase], ContextDecorator],
-) -> Any:
+) -> Any:  # fmt: skip
     """Return the schedule over this rank's `parts` (stage number to module). Shapes are given, so none are exchanged.
 
     `phase` is the context of every pass.
     """
-    config = ranks.config
-    stages = config.pp * config.virtual_stages
-    here = sequence // config.cp
-    tokens = torch.zeros(micro_batch, here, dtype=torch.long, device=ranks.device)
-    stream_rows = here // (config.tp if config.sp else 1)
-    stream = torch.zeros(micro_batch, stream_rows, hidden, device=ranks.device, requires_grad=True)
-    loss = torch.zeros(1, device=ranks.device, requires_grad=True)
-    built = []
-    for number, part in parts.items():
-        built.append(
-            PipelineStage(
-                _as_stage(cast(Transformer, part), autocast), number, stages, ranks.device,
-                input_args=tokens if number == 0 else stream,
-                output_args=loss if number == stages - 1 else stream,
-                group=ranks.group("pp"),
-            )
-        )  # fmt: skip
+    layout, device = ranks.layout, ranks.device
+    stages = layout.pp * layout.virtual_stages
+    here = config.sequence // layout.cp
+    tokens = torch.zeros(layout.micro_batch, here, dtype=torch.long, device=device)
+    stream_shape = layout.micro_batch, here // (layout.tp if layout.sp else 1), config.model.hidden
+    stream = torch.zeros(stream_shape, device=device, requires_grad=True)
+    loss = torch.zeros(1, device=device, requires_grad=True)
+    built = [
+        PipelineStage(
+            part, number, stages, device, group=ranks.group("pp"),
+            input_args=tokens if number == 0 else stream, output_args=loss if number == stages - 1 else stream,
+        )
+        for number, part in parts.items()
+    ]  # fmt: skip
     for stage in built:
         for name, which in PASSES.items():
             setattr(stage, name, phase(which)(getattr(stage, name)))
-    single = config.schedule in ("gpipe", "1f1b") and config.virtual_stages == 1
-    kind = getattr(schedules, "Schedule1F1B" if single and config.schedule == "1f1b" else CLASSES[config.schedule])
+    single = layout.schedule in ("gpipe", "1f1b") and layout.virtual_stages == 1
+    kind = getattr(schedules, "Schedule1F1B" if single and layout.schedule == "1f1b" else CLASSES[layout.schedule])
     # The last stage computes the loss, from the same targets, divided by the number of micro-batches as without a
     # pipeline: gradients need no scaling.
     last = lambda output, target: output.sum()  # noqa: E731
@@ -110,12 +102,9 @@ PASSES = {
 }
 
 
-def _as_stage(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
-    """Adapt a stage to the schedule's calls: the last one receives targets, and returns the loss with a dimension."""
-    if hasattr(part, "as_stage"):  # adapted for another schedule over the same stages
-        return part
+def adapt_to_schedule(part: Transformer, autocast: Callable[[], Any]) -> None:
+    """Adapt a stage to a schedule's calls: the last one receives targets, and returns the loss with a dimension."""
     plain = part.forward
-    part.as_stage = True  # type: ignore[assignment]
 
     def forward(x: Tensor, targets: Tensor | None = None, **named: Any) -> Tensor:
         with autocast():
@@ -125,7 +114,6 @@ def _as_stage(part: Transformer, autocast: Callable[[], Any]) -> nn.Module:
         return out
 
     part.forward = forward  # type: ignore[method-assign, assignment]
-    return part
 
 
 def message_buffers(schedule: Any) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from ironlaw.plan.measured.network import resized
 from ironlaw.plan.recipe import batch_of, not_trained_here, recipe_of
 from ironlaw.plan.step import StepPlan, plan_run, plan_step
 from ironlaw.plan.totals import total_time
-from ironlaw.train.parallel.ranks import Ranks, check, planned_layout
+from ironlaw.train.parallel.ranks import Ranks, check
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.sections import Recompute
 
@@ -69,8 +69,7 @@ def plan_on_accelerators(config: RunConfig, profile: Profile, size: int, per_hos
     those of one process. UserError if the catalogue lacks the accelerator or the layout cannot run.
     """
     of_one = plan_run(config.model_copy(update={"recompute": Recompute()}), profile)
-    layout = planned_layout(config, check(config, size))
-    layout = replace(layout, recompute=config.recompute, offload=config.train.offload)
+    layout = replace(check(config, size), recompute=config.recompute, offload=config.train.offload)
     cluster, assumed = _accelerators(profile, size, per_host)
     decided = of_one.decided
     recipe = recipe_of(config, decided.precision, cuda=True, gloo=False)
@@ -101,7 +100,7 @@ def _step(config: RunConfig, cluster: Cluster, precision: str) -> ClusterRequest
 
 def plan_config(config: RunConfig, profile: Profile, size: int, fabric: RankFabric) -> StepPlan:
     """Plan the layout of a config on `size` ranks. Raises UserError if it cannot run on them."""
-    return plan_step(config, profile, planned_layout(config, check(config, size)), fabric, size)
+    return plan_step(config, profile, check(config, size), fabric, size)
 
 
 def _between(local: int) -> Link | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -43,7 +44,7 @@ class Ranks(Mesh):
 
     def index(self, dimension: str) -> int:
         """Return the coordinate along tp, cp, dp, pp or site; dp counts the replicas of all sites."""
-        c, per_site, dp = self.config, self.size // self.sites, self.dp // self.sites
+        c, per_site, dp = self.layout, self.size // self.sites, self.layout.dp // self.sites
         site, rank = divmod(self.rank, per_site)
         if dimension == "site":
             return site
@@ -55,9 +56,7 @@ class Ranks(Mesh):
         return self.mesh.get_group(dimension)
 
     def size_of(self, dimension: str) -> int:
-        names = self.mesh.mesh_dim_names
-        assert names is not None
-        return self.mesh.size(names.index(dimension))
+        return self.mesh[dimension].size()
 
     def process_groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the groups that a step uses, by mesh dimension. The last, of all ranks, agrees on loss and norm."""
@@ -133,30 +132,30 @@ def with_dp(config: LayoutConfig, size: int) -> LayoutConfig:
     return config.model_copy(update={"dp": size // others})
 
 
-def sites_of(config: RunConfig, layout: LayoutConfig) -> int:
+def sites_of(config: RunConfig, layout: Layout) -> int:
     """Return the number of groups of ranks that average weights at intervals, not gradients; 1 without local steps."""
     communication = config.communication
-    assert layout.dp is not None
     return (communication.sites or layout.dp) if communication.local_steps else 1
 
 
-def check(config: RunConfig, size: int) -> LayoutConfig:
+def check(config: RunConfig, size: int) -> Layout:
     """Return the settled layout of a run on `size` ranks. Raises UserError, with a correction, if it cannot run."""
-    layout = with_dp(config.layout or LayoutConfig(), size)
-    config = config.in_layout(layout)
+    given = with_dp(config.layout or LayoutConfig(), size)
+    config, layout = config.in_layout(given), layout_of(given, 1)
     refuse(_of_ranks(config, layout))
+    layout = replace(layout, micro_batch=micro_batch_of(config, config.train.global_batch // layout.dp))
     if config.train.noise_scale_every and size > 1:
         first_part(config, layout)
-    plan = replace(planned_layout(config, layout), recompute=config.recompute, offload=config.train.offload)
+    plan = replace(layout, recompute=config.recompute, offload=config.train.offload)
     plan.check(config.model, sequence=config.sequence, global_batch=config.train.global_batch)
     if reason := not_trained_here(plan, config.model, config.train.precision, config.optimizer.name):
         raise UserError(reason)
     return layout
 
 
-def _of_ranks(config: RunConfig, layout: LayoutConfig) -> Refusals:
+def _of_ranks(config: RunConfig, layout: Layout) -> Refusals:
     """Yield what a settled layout, of as many ranks as there are, excludes."""
-    communication, batch, dp = config.communication, config.train.global_batch, layout.dp or 1
+    communication, batch, dp = config.communication, config.train.global_batch, layout.dp
     sites = sites_of(config, layout)
     yield from (
         (batch % dp,
@@ -192,11 +191,6 @@ def _of_ranks(config: RunConfig, layout: LayoutConfig) -> Refusals:
     )  # fmt: skip
 
 
-def planned_layout(config: RunConfig, layout: LayoutConfig) -> Layout:
-    """Convert the settled `layout` of a run to the planner's type."""
-    return layout_of(layout, micro_batch_of(config, config.train.global_batch // (layout.dp or 1)))
-
-
 def replicas_per_micro_batch(config: RunConfig, dp: int) -> int:
     """Return how many replicas share a micro-batch of the config: more than one if each has fewer sequences."""
     return max(1, config.micro_batch // (config.train.global_batch // dp))
@@ -207,46 +201,38 @@ def usable(config: RunConfig, size: int) -> int:
 
     Used to restart on the ranks that are left. dp must be free, because everything that the user wrote is kept.
     """
-    first: UserError | None = None
-    for wanted in range(size, 0, -1):
-        try:
-            check(config, wanted)
-        except UserError as problem:
-            first = first or problem
-            if config.layout is not None and config.layout.dp is not None:
-                break
-        else:
-            return wanted
-    assert first is not None
-    raise first
+    free = config.layout is None or config.layout.dp is None
+    for fewer in range(size, 0, -1) if free else ():
+        with suppress(UserError):
+            check(config, fewer)
+            return fewer
+    check(config, size)  # says what stands against all of them
+    return size
 
 
-def create_mesh(config: LayoutConfig, sites: int = 1) -> Ranks:
+def create_mesh(layout: Layout, sites: int = 1) -> Ranks:
     """Create the mesh of the process group's ranks."""
     backend = dist.get_backend()
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else torch.device("cpu")
-    size = dist.get_world_size()
-    config = with_dp(config, size)
-    assert config.dp is not None
-    sharded, dp = config.zero > 0, config.dp // sites
-    replicate = dp // (config.shard or dp) if sharded else dp * config.cp
-    shard = (config.shard or dp) * config.cp if sharded else 1
-    shape: tuple[int, ...] = (config.pp, replicate, shard, config.tp)
+    sharded, dp = layout.zero > 0, layout.dp // sites
+    replicate = dp // (layout.shard or dp) if sharded else dp * layout.cp
+    shard = (layout.shard or dp) * layout.cp if sharded else 1
+    shape: tuple[int, ...] = (layout.pp, replicate, shard, layout.tp)
     names: tuple[str, ...] = ("pp", "replicate", "shard", "tp")
     if sites > 1:
         shape, names = (sites, *shape), ("site", *names)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     context = None
-    if config.cp > 1:
-        shape = (config.pp * config.dp, config.cp, config.tp)
+    if layout.cp > 1:
+        shape = (layout.pp * layout.dp, layout.cp, layout.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("others", "cp", "tp"))["cp"]
     experts = None
-    if config.ep > 1:
-        sharing = expert_dp(config.dp, config.cp, config.ep)
+    if layout.ep > 1:
+        sharing = expert_dp(layout.dp, layout.cp, layout.ep)
         copies = (1, sharing) if sharded else (sharing, 1)
         of_experts = ("pp", "expert_replicate", "expert_shard", "ep", "tp")
-        experts = init_device_mesh(device.type, (config.pp, *copies, config.ep, config.tp), mesh_dim_names=of_experts)
+        experts = init_device_mesh(device.type, (layout.pp, *copies, layout.ep, layout.tp), mesh_dim_names=of_experts)
     return Ranks(
-        device=device, rank=dist.get_rank(), size=size, config=config, sites=sites, mesh=mesh, context=context,
-        experts=experts,
+        device=device, rank=dist.get_rank(), size=dist.get_world_size(), layout=layout, sites=sites, mesh=mesh,
+        context=context, experts=experts,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from ironlaw.ledger import Decisions
 from ironlaw.model.config import ModelConfig
 from ironlaw.model.dimensions import MoEConfig
 from ironlaw.plan.memory import Peak, peak_memory
-from ironlaw.plan.recipe import batch_of, layout_of, recipe_of, recipe_of_layout
+from ironlaw.plan.recipe import batch_of, recipe_of, recipe_of_layout
 from ironlaw.workload.collectives import Table, aliases_of, table_of
 from ironlaw.workload.layout import Layout
 from ironlaw.workload.program import step as planned_step
@@ -146,7 +146,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
     torch.set_num_threads(1)
     config = build_config(document)
     assert config.layout is not None
-    layout = layout_of(config.layout, 1)
+    layout = check(config, config.layout.ranks)
     dist.init_process_group("fake", rank=rank, world_size=layout.accelerators, store=FakeStore())
     # Stages vote on whether to exchange shapes; the absent ones agree.
     dist.recv = lambda tensor, *rest, **named: tensor.fill_(1)
@@ -171,7 +171,7 @@ def _rank(arguments: tuple[dict[str, Any], int, int]) -> RehearsedStage:
         return SimpleNamespace(wait=work.wait, get_future=lambda: done)
 
     dist.all_reduce = reduced
-    ranks = create_mesh(check(config, layout.accelerators))
+    ranks = create_mesh(layout)
     dist.new_group = lambda **named: dist.group.WORLD  # only for checkpoints, which are not written
     step = LayoutStep(config, Decisions("fp32"), ranks)
     tokens = torch.zeros(step.share, config.sequence, dtype=torch.long)

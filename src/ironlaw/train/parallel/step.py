@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from ironlaw.model.linear import local_part, use_onednn
 from ironlaw.model.moe import ExpertLoad
 from ironlaw.model.transformer import Transformer
 from ironlaw.observe.measured import tree_bytes
-from ironlaw.plan.recipe import layout_of, micro_batch_of
 from ironlaw.train import precision
 from ironlaw.train.checkpoint import AdapterFiles, Checkpoint, Stateful, check_model, newest_of, unique_weights
 from ironlaw.train.noise_scale import first_part
@@ -34,7 +33,7 @@ from ironlaw.train.optimizer import build_optimizer, described
 from ironlaw.train.parallel import communication, compilation, diloco, experts, gradient_compression, pipeline
 from ironlaw.train.parallel.apply import apply
 from ironlaw.train.parallel.materialize import build_on_meta, copy_from
-from ironlaw.train.parallel.partition import RankPartition
+from ironlaw.train.parallel.partition import positions_of
 from ironlaw.train.parallel.ranks import Ranks
 from ironlaw.train.parallel.store import ShardedFiles, SharedAdapterFiles
 from ironlaw.train.restore import QuantizedFiles, load_for_inference
@@ -48,11 +47,11 @@ class LayoutStep(Step):
 
     def _build(self, onednn: bool, fresh: bool) -> None:
         config, ranks, plan = self.config, self.mesh, self.decisions
-        self.micro_batch = micro_batch_of(config, self.share)
+        self.micro_batch = ranks.layout.micro_batch
         self.micro_batches = self.share // self.micro_batch
         adapts = config.finetune.adapts
         model = self._adapted() if adapts else build_on_meta(config.model)
-        precision.prepare(model, model.blocks, self.device, self.precision, config.train)
+        precision.prepare(model.blocks, self.device, self.precision, config.train)
         model.loss_chunk = plan.loss_chunk
         wanted = config.train.compile
         wanted = "on" if wanted == "auto" and self.device.type == "cuda" else wanted
@@ -75,20 +74,24 @@ class LayoutStep(Step):
         if fresh and config.train.start_from and not adapts:
             read_first_weights(config.train.start_from, self.rank_model.transformers.values(), self.model, self.store)
         self.optimizer = build_optimizer(self.rank_model.model, config.optimizer, whole=whole)
-        if ranks.config.pp > 1:
+        if ranks.layout.pp > 1:
+            for part in self.rank_model.transformers.values():
+                pipeline.adapt_to_schedule(part, self.autocast)
             self.schedule = self._schedule_of(self.micro_batches)
         self._schedule_of_part: Any = None  # for the parts of a step that estimates the noise scale
         # Number of ranks over which gradients are averaged.
-        self.averaging = ranks.dp // ranks.sites * ranks.config.cp
-        self.has_loss = ranks.config.pp * ranks.config.virtual_stages - 1 in self.rank_model.transformers
+        self.averaging = ranks.layout.dp // ranks.sites * ranks.layout.cp
+        self.has_loss = ranks.layout.pp * ranks.layout.virtual_stages - 1 in self.rank_model.transformers
         self.overflowed = False  # whether the last step's gradient did, which leaves the weights unchanged
         self._copies = {id(p): self._copies_of(p) for p in self.rank_model.parameters()}
-        found = (create(self.rank_model, config) for create in (gradient_compression.plugin_for, diloco.plugin_for))
-        self.plugins = [plugin for plugin in found if plugin is not None]
+        # At most one of them: a config with both is refused.
+        self.plugin = gradient_compression.plugin_for(self.rank_model, config) or diloco.plugin_for(
+            self.rank_model, config
+        )
         tokens = torch.zeros(self.micro_batch, config.sequence, dtype=torch.long, device=self.device)
         first_stage = next(iter(self.rank_model.stages.values()))
-        for plugin in self.plugins:
-            plugin.begin(first_stage, self.local(tokens))
+        if self.plugin is not None:
+            self.plugin.begin(first_stage, self.local(tokens))
         if self._compiled and isinstance(first_stage, DistributedDataParallel):
             # Otherwise a resumed run's first step would be rounded unlike that step of a run that was not stopped.
             with self.autocast():
@@ -96,7 +99,7 @@ class LayoutStep(Step):
 
     def _adapted(self) -> Transformer:
         """Return the whole base model with adapters, which the layout then divides."""
-        model, layout = self._first_model(read=True), self.mesh.config
+        model, layout = self._first_model(read=True), self.mesh.layout
         adapted = {int(name.split(".")[1]) for name, layer in adapted_layers(model).items() if layer.adapters}
         stages = layers_of(model.config.layers, layout.pp * layout.virtual_stages, layout.virtual_stages)
         if not all(adapted & set(layers) for layers in stages):
@@ -118,16 +121,11 @@ class LayoutStep(Step):
 
     def local(self, tokens: Tensor) -> Tensor:
         """Return this rank's positions of token sequences (B, S)."""
-        partition = next(iter(self.rank_model.transformers.values())).partition
-        if not isinstance(partition, RankPartition) or partition.cp == 1:
-            return tokens
-        return tokens[:, partition.positions(tokens.shape[1])].contiguous()
+        rank, cp = self.mesh.index("cp"), self.mesh.layout.cp
+        return tokens if cp == 1 else tokens[:, positions_of(rank, cp, tokens.shape[1])].contiguous()
 
     def _schedule_of(self, micro_batches: int) -> Any:
-        return pipeline.build_schedule(
-            self.rank_model.stages, self.mesh, micro_batches, self.micro_batch, self.config.sequence,
-            self.config.model.hidden, self.autocast, self.phase,
-        )  # fmt: skip
+        return pipeline.build_schedule(self.rank_model.stages, self.mesh, self.config, micro_batches, self.phase)
 
     def _gradients(self, batch: Batch[Tensor], number: int, estimating: bool) -> Tensor:
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
@@ -149,7 +147,7 @@ class LayoutStep(Step):
                 loss = part(x[rows], y[rows], **{name: tensor[rows] for name, tensor in here.items()}, **more)
                 return (loss.full_tensor() if isinstance(loss, DTensor) else loss) * factor
 
-            with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
+            with loss_parallel() if self.mesh.layout.tp > 1 else nullcontext():
                 if schedule is not None:
                     loss = self._pipelined(schedule, x, y, factor, self._loss_scale(), here | more)
                 else:
@@ -168,7 +166,7 @@ class LayoutStep(Step):
         The whole gradient is the sum of both parts, so that the step is the same except for rounding. It costs one more
         reduction of the gradients, and memory for a second set of them.
         """
-        count = first_part(self.config, self.mesh.config)
+        count = first_part(self.config, self.mesh.layout)
         rows = count * self.micro_batch
         if self.schedule is not None and self._schedule_of_part is None:
             self._schedule_of_part = self._schedule_of(count)
@@ -176,7 +174,7 @@ class LayoutStep(Step):
         square = self.square()
         dist.all_reduce(square)
         squared = float(square) * (self.micro_batches / count / self._loss_scale()) ** 2
-        self.small_square = rows * self.mesh.dp, squared
+        self.small_square = rows * self.mesh.layout.dp, squared
         kept = []
         for parameter in self.rank_model.parameters():
             if parameter.grad is not None:
@@ -218,7 +216,7 @@ class LayoutStep(Step):
         if isinstance(part, DistributedDataParallel):
             return nullcontext() if last else part.no_sync()
         if isinstance(part, FSDPModule):
-            zero = self.mesh.config.zero
+            zero = self.mesh.layout.zero
             part.set_requires_gradient_sync(last or zero >= 2)
             part.set_reshard_after_backward(last or zero == 3)
             part.set_is_last_backward(last)
@@ -249,7 +247,7 @@ class LayoutStep(Step):
 
     def _finish_gradients(self) -> None:
         """Reduce gradients that neither autograd nor FSDP reduces."""
-        layout = self.mesh.config
+        layout = self.mesh.layout
         for parameter in self.rank_model.parameters():
             gradient = parameter.grad
             if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
@@ -261,12 +259,12 @@ class LayoutStep(Step):
             torch._foreach_div_(of_experts, layout.ep)
         if self.rank_model.tp_partial:
             _sum_together([p.grad for p in self.rank_model.tp_partial if p.grad is not None], self.mesh.group("tp"))
-        if self.mesh.config.pp > 1 and self.config.model.tied:
+        if self.mesh.layout.pp > 1 and self.config.model.tied:
             self._tie_gradients()
 
     def _tie_gradients(self) -> None:
         """Set the gradients of both copies of a tied weight, on the first and the last stage, to their sum."""
-        layout, first, copy = self.mesh.config, self.rank_model.transformers.get(0), self.rank_model.tied_head_copy
+        layout, first, copy = self.mesh.layout, self.rank_model.transformers.get(0), self.rank_model.tied_head_copy
         ours = first.embedding.weight if first is not None and first.embedding is not None else copy
         if ours is None or ours.grad is None:
             return
@@ -294,8 +292,8 @@ class LayoutStep(Step):
 
         Sites that train independently each clip by a norm of their own; the first site's is returned.
         """
-        layout, sites, device = self.mesh.config, self.mesh.sites, self.device
-        weight = 1.0 / (self.mesh.dp * layout.cp * layout.tp) if self.has_loss else 0.0
+        layout, sites, device = self.mesh.layout, self.mesh.sites, self.device
+        weight = 1.0 / (self.mesh.layout.dp * layout.cp * layout.tp) if self.has_loss else 0.0
         squares = torch.zeros(sites, device=device, dtype=torch.float64)
         squares[self.mesh.index("site")] = self.square()
         flag = torch.tensor([float(stop)], device=device, dtype=torch.float64)
@@ -330,7 +328,7 @@ class LayoutStep(Step):
         if isinstance(parameter, DTensor):
             sizes = parameter.device_mesh.shape
             parts = math.prod(n for n, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
-        return self.mesh.size // self.mesh.config.pp // parts
+        return self.mesh.size // self.mesh.layout.pp // parts
 
     def _step_optimizer(self) -> bool:
         if not self.overflowed:
@@ -346,9 +344,7 @@ class LayoutStep(Step):
     def evaluating(self) -> Iterator[None]:
         for part in self.rank_model.stages.values():
             part.eval()
-        with ExitStack() as plugged:
-            for plugin in self.plugins:
-                plugged.enter_context(plugin.evaluating())
+        with nullcontext() if self.plugin is None else self.plugin.evaluating():
             yield
         for part in self.rank_model.stages.values():
             part.train()
@@ -361,13 +357,13 @@ class LayoutStep(Step):
         inputs, targets = self.local(batch.inputs), self.local(batch.targets)
         more: dict[str, Any] = {"reduction": "sum"}
         more |= {} if batch.documents is None else {"documents": batch.documents}
-        with loss_parallel() if self.mesh.config.tp > 1 else nullcontext():
+        with loss_parallel() if self.mesh.layout.tp > 1 else nullcontext():
             if self.schedule is None:
                 (part,) = self.rank_model.stages.values()
                 with self.autocast():
                     loss = part(inputs, targets, **more)
             else:
-                backward = self.mesh.config.schedule in V_SHAPED  # PyTorch's V schedules cannot skip it
+                backward = self.mesh.layout.schedule in V_SHAPED  # PyTorch's V schedules cannot skip it
                 with torch.set_grad_enabled(backward):
                     loss = self._pipelined(self.schedule, inputs, targets, 1.0, 1.0, more, backward)
                 for parameter in self.rank_model.parameters() if backward else ():
@@ -386,10 +382,11 @@ class LayoutStep(Step):
             if isinstance(part, DistributedDataParallel):  # gradients are views of persistent buckets
                 total += sum(p.nbytes for p in part.parameters() if p.requires_grad)
         received = list(pipeline.message_buffers(self.schedule))
-        return total + tree_bytes([plugin.held() for plugin in self.plugins]) + tree_bytes(received)
+        extended = () if self.plugin is None else self.plugin.held()
+        return total + tree_bytes(extended) + tree_bytes(received)
 
     def setting(self) -> dict[str, Any]:
-        return super().setting() | {"layout": str(layout_of(self.mesh.config, self.micro_batch))}
+        return super().setting() | {"layout": str(self.mesh.layout)}
 
     def facts(self) -> dict[str, Any]:
         return {"skipped_updates": self.scale.skipped_steps}

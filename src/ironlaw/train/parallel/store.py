@@ -9,6 +9,7 @@ generators, ...) are those of rank 0. Adapters are stored in the format of one p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +29,6 @@ from ironlaw.errors import UserError
 from ironlaw.files import sha256
 from ironlaw.model.adapters import adapted_layers
 from ironlaw.model.parameters import Parameter, model_parameters
-from ironlaw.train.average import StepPlugin
 from ironlaw.train.checkpoint import STATE, WEIGHTS, AdapterFiles, Stateful, host_copy
 from ironlaw.train.optimizer import grouped
 from ironlaw.train.parallel.materialize import COPY, SplitTensor, copy_parts, named_tensors, split_projection
@@ -37,6 +37,47 @@ from ironlaw.workload.optimizers import OptimizerConfig
 
 NAME = "sharded"
 FOLDER = "shards"
+BY_NAME = {"optimizer", "average"}  # states whose tensors are held by name, like weights
+
+
+class StepPlugin:
+    """An extension of a step, to which the step refers by this interface only. Its state is in checkpoints under
+    `name`, and its tensors are saved rank by rank under its own names."""
+
+    name: str
+
+    def begin(self, part: nn.Module, tokens: Tensor) -> None:
+        """Called before the first step with the callable model and the tokens of a micro-batch."""
+
+    def after(self, step: int) -> None:
+        """Called on every rank after `step` steps."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return the context for evaluations and for reading weights."""
+        return nullcontext()
+
+    def held(self) -> Any:
+        """Return the tensors, nested in any way, that it holds between steps."""
+        return ()
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Load small values. Tensors have already been read by name."""
+
+    def tensors_to_save(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors to write for `tensors` (weights and optimizer state), and of its own."""
+        return tensors
+
+    def tensors_to_read(self, tensors: dict[str, Tensor], known: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Return the tensors into which a checkpoint with the names `known` is read, in place of `tensors`."""
+        return tensors
+
+    def after_read(self) -> None:
+        """Called when the wanted tensors have been read."""
 
 
 class ShardedFiles:
@@ -50,14 +91,13 @@ class ShardedFiles:
         self.is_rank_0 = group is None or dist.get_rank(group) == 0
 
     def take(self, model: nn.Module, states: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        optimizer = states["optimizer"]
         # Copies are not written, since this or another rank writes the original.
-        tensors = {name: _host(tensor) for name, tensor in named_tensors(model, optimizer) if not name.endswith(COPY)}
+        tensors = {name: _host(tensor) for name, tensor in named_tensors(model, states) if not name.endswith(COPY)}
         for part in states.values():
             if isinstance(part, StepPlugin):
                 tensors = part.tensors_to_save(tensors)
         others = {name: part for name, part in states.items() if name != "optimizer" and self.is_rank_0}
-        rest = {name: part.state_dict() for name, part in others.items()}
+        rest = {name: {} if name in BY_NAME else part.state_dict() for name, part in others.items()}
         return tensors, host_copy(rest)
 
     def write(self, folder: Path, taken: tuple[dict[str, Tensor], dict[str, Any]]) -> dict[str, str]:
@@ -75,30 +115,28 @@ class ShardedFiles:
         optimizer = states.get("optimizer")
         if optimizer is not None:
             _init_optim_state(optimizer)  # type: ignore[arg-type]  # allocates tensors to read into, by a zero update
-        # Two tensors may be read from the same name: a tied weight and its copy on the last stage.
-        wanted = dict(named_tensors(model, optimizer))
-        spread = [part for part in states.values() if isinstance(part, StepPlugin)]
         from_one_process = not (folder / FOLDER).is_dir()  # written by one process
-        known: dict[str, torch.Size] = {}
-        if spread and from_one_process:  # its states, each with the shape of a scalar
-            known = {f"{n}/": torch.Size() for n in torch.load(folder / STATE, weights_only=True, mmap=True)}
-        elif spread:
+        saved: dict[str, Any] = {}
+        if states or from_one_process:
+            saved = torch.load(folder / STATE, weights_only=True, mmap=from_one_process)
+        there = {name: state for name, state in states.items() if name in saved or name == "optimizer"}
+        # Two tensors may be read from the same name: a tied weight and its copy on the last stage.
+        wanted, known = dict(named_tensors(model, there)), dict[str, torch.Size]()
+        plugins = [part for part in states.values() if isinstance(part, StepPlugin)]
+        if plugins and not from_one_process:
             metadata = dcp.FileSystemReader(folder / FOLDER).read_metadata().state_dict_metadata
             known = {n: entry.size for n, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-        for part in spread:
-            wanted = part.tensors_to_read(wanted, known)
+        for plugin in plugins:
+            wanted = plugin.tensors_to_read(wanted, known)
         if from_one_process:
-            saved = self._read_whole(folder, wanted, optimizer, model)
+            self._read_whole(folder, wanted, saved, optimizer, model)
         else:
             self._read_shards(folder, wanted)
-            saved = torch.load(folder / STATE, weights_only=True) if states else {}
-        for part in spread:
-            part.after_read()
-        if not states:
-            return []
-        for name in states.keys() & saved.keys() - {"optimizer"}:
-            states[name].load_state_dict(saved[name])
-        return sorted(states.keys() - saved.keys() - {"optimizer"})
+        for plugin in plugins:
+            plugin.after_read()
+        for name in there.keys() - BY_NAME:
+            there[name].load_state_dict(saved[name])
+        return sorted(states.keys() - there.keys())
 
     def _unsharded(self, model: nn.Module) -> tuple[Sequence[Parameter], SplitTensor]:
         """Return the tensors of one process, and the function that splits them into those here, by names on disk."""
@@ -106,10 +144,11 @@ class ShardedFiles:
         return model_parameters(config), partial(split_projection, config=config)
 
     @torch.no_grad()
-    def _read_whole(self, folder: Path, wanted: dict[str, Tensor], optimizer: Any, model: nn.Module) -> dict[str, Any]:
-        """Read a checkpoint of one process into `wanted`. Returns its small states."""
+    def _read_whole(
+        self, folder: Path, wanted: dict[str, Tensor], saved: dict[str, Any], optimizer: Any, model: nn.Module
+    ) -> None:
+        """Read a checkpoint of one process, with the states `saved`, into `wanted`."""
         unsharded, split = self._unsharded(model)
-        saved: dict[str, Any] = torch.load(folder / STATE, weights_only=True, mmap=True)
         with safe_open(folder / WEIGHTS, framework="pt") as file:
             for name in tuple(file.keys()):
                 copy_parts(f"weights/{name}", file.get_tensor(name), wanted, split)
@@ -117,16 +156,15 @@ class ShardedFiles:
         for parameter, whole in zip(unsharded, average, strict=False):
             copy_parts(f"average/{parameter.name}", whole, wanted, split)
         if optimizer is None:
-            return saved
+            return
         if "state" not in saved["optimizer"]:  # of two optimizers, which need whole tensors: nothing is divided
             optimizer.load_state_dict(saved["optimizer"])
-            return saved
+            return
         order = list(chain.from_iterable(grouped(unsharded, self.settings).values()))
         for index, state in saved["optimizer"]["state"].items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     copy_parts(f"optimizer/{order[index]}/{key}", value, wanted, split)
-        return saved
 
     def _read_shards(self, folder: Path, wanted: dict[str, Tensor]) -> None:
         read = {name.removesuffix(COPY): tensor for name, tensor in wanted.items()}
@@ -195,10 +233,7 @@ class SharedAdapterFiles(ShardedFiles):
 
     def gather(self, model: nn.Module, states: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
         """Return the unsharded tensors of all stages on rank 0, by their names on disk."""
-        states = states or {}
-        held = dict(named_tensors(model, states.get("optimizer")))
-        if "average" in states:
-            held |= states["average"].named()
+        held = dict(named_tensors(model, states or {}))
         trained = {name: tensor for name, tensor in held.items() if name.split("/")[1] in self.names}
         here = whole_tensors(model, trained)
         stages = self.writers.gather(here if self.sends_stage and not self.is_rank_0 else None)
