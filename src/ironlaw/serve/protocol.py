@@ -203,7 +203,7 @@ class ChatRequest(RequestBody):
 
     @model_validator(mode="after")
     def _tops(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs = true")
         if "messages" in (self.chat_template_kwargs or {}):
             raise ValueError("chat_template_kwargs has no messages: the body has them")
