@@ -272,7 +272,8 @@ FIELDS: list[dict[str, Any]] = [
         "presence_penalty": [9, "a"], "frequency_penalty": [-9], "repetition_penalty": [0, -1],
         "logit_bias": [{"a": 1}, {"1": 999}, 3, {"99999": 1}], "stream": ["maybe", 3], "logprobs": [-1, 99, "a"],
         "stream_options": [3, {"include_usage": "a"}], "response_format": [
-            {"type": "poem"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
+            {"type": "poem"}, {"type": "json_object", "schema": {"type": "integer"}}, {}, {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": 3}},
             {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
         ],
         "structured_outputs": [{}, {"choice": []}, {"choice": [""]}, {"regex": "("}, {"regex": "a" * 10**6},
@@ -305,8 +306,8 @@ def test_what_is_refused_is_named_and_what_asks_for_nothing_is_not(served: tuple
     image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
     assert "'image_url' is not supported" in ask(image).json()["error"]["message"]
     assert "0.text" in ask([{"type": "text", "text": 3}]).json()["error"]["message"]
-    asked_for_nothing: dict[str, Any] = {"tool_choice": "none", "suffix": "", "tools": [], "top_logprobs": 0}
-    assert ask("a", modalities=["text"], **asked_for_nothing).status_code == 200
+    nothing: dict[str, Any] = {"tool_choice": "none", "suffix": "", "tools": [], "modalities": ["text"]}
+    assert ask("a", top_logprobs=0, prompt_cache_retention="24h", **nothing).status_code == 200
     assert ask("a", modalities=["text", "audio"]).status_code == 400
     for path in ("embeddings", "responses", "models"):  # the last one by another method
         answer = PATIENT.post(f"{served[0]}/v1/{path}", json={"input": "a"})

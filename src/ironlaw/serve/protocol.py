@@ -12,8 +12,8 @@ from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
 _IGNORED = (
-    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "spaces_between_special_tokens",
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "parallel_tool_calls", "spaces_between_special_tokens",
 )  # fmt: skip
 _UNSUPPORTED = (
     "tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
@@ -36,6 +36,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # others take a schema here, which would not be followed
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
