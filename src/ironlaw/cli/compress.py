@@ -141,7 +141,7 @@ def export(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; a compressed run keeps its own."
+            help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; of hf a compressed run's own."
         ),
     ] = None,
     average: Annotated[
