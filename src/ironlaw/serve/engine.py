@@ -286,8 +286,9 @@ class Engine:
         # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
         is_own = request.state is None and not request.sampling.changes_logits
         drafted = self.proposer.propose(request) if is_own else []
-        # Beyond the original context all tokens are computed again, so a step must not cross its end.
-        return drafted if request.is_long else drafted[: max(0, self._original_context - len(request.tokens))]
+        # There are no positions beyond the context; beyond the original one all tokens are computed again.
+        end = self.context if request.is_long else min(self.context, self._original_context)
+        return drafted[: max(0, end - len(request.tokens))]
 
     def _work(self, request: Request, count: int) -> RunnerWork:
         end = request.computed + count
