@@ -200,13 +200,13 @@ class Server:
         self._pieces.append((job, OutputPiece(index, text, chosen, request.finish)))
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
-        room = self.engine.longest_prompt + 1 - len(prompt)
+        fit = self.engine.longest_prompt + 1
+        room = fit - len(prompt)
         if asked is None:
             return max(1, min(self.config.max_tokens, room))
-        if room > 0 and asked > room:
+        if 0 < room < asked:
             raise UserError(
-                f"max_tokens = {asked} beside {len(prompt)} of the prompt is more than the {self.engine.longest_prompt}"
-                f" that fit: use {room} or fewer"
+                f"max_tokens = {asked} beside {len(prompt)} of the prompt is more than the {fit} that fit: use {room}"
             )
         return asked
 
