@@ -53,8 +53,8 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
     assert losses(tmp_path / "run") == undisturbed(tiny_config())
 
 
-def test_generate_and_export_say_which_step_they_take(
-    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path
+def test_what_reads_a_run_says_which_step_it_takes(
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ironlaw_here("train", tiny_file(), "--out", "run")[0] == 0
     code, out, _ = ironlaw_here("generate", "run", "--tokens", "2", "--json")
@@ -67,6 +67,15 @@ def test_generate_and_export_say_which_step_they_take(
     assert json.loads(out)["step"] == 8 and "step-00000012 is damaged" in json.loads(out)["passed_over"][0]
     code, out, messages = ironlaw_here("export", "run", "again")
     assert code == 0 and "step 8" in out and "step-00000012 is damaged" in messages
+    for name in ("server.serve", "warmup.warm_up"):
+        monkeypatch.setattr(f"ironlaw.serve.{name}", lambda *_: None)
+    for words in (
+        ("serve", "run", "--port", "0"),
+        ("compress", "run", "--to", "int8"),
+        ("train", tiny_file(), "--set", "train.start_from=run", "--set", "train.steps=2", "--out", "next"),
+    ):
+        code, _, messages = ironlaw_here(*words)
+        assert code == 0 and messages.replace("\n", "").count("step-00000012 is damaged") == 1, messages
 
 
 def test_a_session_replaces_the_tokenizer_as_a_whole(

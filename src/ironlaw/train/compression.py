@@ -111,7 +111,7 @@ def open_source(
 ) -> CompressionSource:
     """Open `path`. Raises UserError, before any computation, if it does not match `data` or if `check` raises it."""
     config = _config(path, data)
-    found = disk.newest_of(path) if RunDirectory(path).is_run else None
+    found = disk.newest_of(path, say) if RunDirectory(path).is_run else None
     if found is not None and found.index.get("store") == QuantizedFiles.name:
         raise UserError(f"{path} is compressed already: compress the run that it was made of")
     check_first_weights(str(path), config.model)

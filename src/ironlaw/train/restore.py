@@ -4,7 +4,7 @@ does not start from random ones."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -160,11 +160,12 @@ def load(
         return store.read(checkpoint.path, model, states or {})
 
 
-def check_first_weights(source: str, config: ModelConfig) -> None:
-    """Raise UserError, before anything is written, if `source` does not hold the weights of this model."""
+def check_first_weights(source: str, config: ModelConfig, warn: Callable[[str], Any] | None = None) -> None:
+    """Raise UserError, before anything is written, if `source` does not hold the weights of this model. For `warn` see
+    `checkpoint.newest`."""
     folder = Path(source)
     if RunDirectory(folder).is_run:
-        check_model(newest_of(folder), config)
+        check_model(newest_of(folder, warn), config)
     elif folder.is_dir():
         check_weights(folder, config)
     else:

@@ -191,7 +191,7 @@ def check_start(
     if config.finetune.adapts:
         check_base(config.finetune, config.train.start_from, config.model, start)
     elif start is None and config.train.start_from:
-        check_first_weights(config.train.start_from, config.model)
+        check_first_weights(config.train.start_from, config.model, say)
     if start is not None:
         checkpoint.check_model(start, config.model)
         check_resumable(start)
