@@ -153,18 +153,15 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="ironlaw-engine", daemon=True)
         self._thread.start()
 
-    def drain(self, seconds: float) -> bool:
-        """Accept nothing new and finish the requests in progress. Returns whether all of them finished in time."""
-        with self._wake:
-            self.is_draining = True
+    def drain(self, seconds: float) -> None:
+        """Accept nothing new, finish the requests in progress, and cancel those that are not finished in time."""
+        self.is_draining = True
         end = time.monotonic() + seconds
         while (self.running or self.waiting) and time.monotonic() < end and not self.failure:
             time.sleep(0.02)
-        done = not (self.running or self.waiting)
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout=10)
-        return done
 
     def stop(self) -> None:
         """Take no further steps. Requests in progress are reported as cancelled."""

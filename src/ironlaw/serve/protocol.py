@@ -108,11 +108,11 @@ class RequestBody(BaseModel):
     def grammar(self) -> tuple[str, Any] | None:
         """Return the kind and text of the answer's constraint, as `constrain.compile_grammar` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
-        if form is not None and form.type != "text" and other is not None:
-            raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
-        if form is not None and form.type == "json_object":
-            return "json_schema", {"type": "object"}
-        if form is not None and form.type == "json_schema":
+        if form is not None and form.type != "text":
+            if other is not None:
+                raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
+            if form.type == "json_object":
+                return "json_schema", {"type": "object"}
             if form.json_schema is None:
                 raise UserError("response_format.json_schema is missing: give its schema")
             return "json_schema", form.json_schema.schema_
