@@ -107,6 +107,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(tokenizer: Path, tmp_path: P
         (TINY_GPT | {"activation": "gelu"}, "gelu_tanh"),
         (TINY_LLAMA | {"sliding_window": 8}, "sliding window"),
         (TINY_GPT | {"positions": "rope", "parallel_norms": 2}, "use --to hf"),
+        (STARCODER2 | {"rotary_size": 4}, "turns whole heads, here 4 of"),
         (STARCODER2 | {"bias": False}, "biases in all linear layers"),
         (TINY_LLAMA | {"qkv_bias": True, "head_size": 16}, "as wide together as the model"),
         (LLAMA31 | {"qkv_bias": True}, "as Llama 3.1's in a Llama"),  # llama.cpp loads none of the last three

@@ -7,6 +7,7 @@ import torch
 
 from ironlaw.kernels.product import INT4, multiplies
 from ironlaw.model.config import ModelConfig
+from ironlaw.model.packed import pack
 from ironlaw.model.transformer import Transformer
 from ironlaw.numerics.quantized import quantize
 from ironlaw.numerics.quantized_linear import quantize_layers, quantized_layer
@@ -49,3 +50,16 @@ def test_layers_without_a_kernel_stay_and_are_counted() -> None:
     found = quantize_layers(model, {}, "int4")
     assert found[KERNEL_OF_INT4] == linears - 1 and sum(found.values()) == linears  # the output layer is in int8
     assert not any(isinstance(module, torch.nn.Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["up", "gate", "down"])
+def test_a_network_some_of_whose_layers_are_quantised_is_packed_layer_by_layer(name: str) -> None:
+    """As formats are mixed within a size, or where only some rows are whole blocks."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**TINY_LLAMA)).eval()
+    tokens = torch.arange(8)[None]
+    wanted = model(tokens)
+    weight = getattr(model.blocks[0].ffn, name).weight
+    assert quantize_layers(model, {f"blocks.0.ffn.{name}.weight": quantize(weight, "int8")})
+    pack(model, "fp32")
+    assert (model(tokens) - wanted).abs().max() < 0.02 * wanted.abs().max()

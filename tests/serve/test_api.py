@@ -33,6 +33,7 @@ from ..docs.browser import CHROMIUM, Browser
 openai: Any = pytest.importorskip("openai")
 httpx: Any = pytest.importorskip("httpx")
 uvicorn: Any = pytest.importorskip("uvicorn")
+datastructures: Any = pytest.importorskip("starlette.datastructures")
 
 PATIENT = httpx.Client(timeout=200)  # of a machine with other work
 # Answers of this length do not end before a test is done with them.
@@ -271,7 +272,8 @@ FIELDS: list[dict[str, Any]] = [
         "presence_penalty": [9, "a"], "frequency_penalty": [-9], "repetition_penalty": [0, -1],
         "logit_bias": [{"a": 1}, {"1": 999}, 3, {"99999": 1}], "stream": ["maybe", 3], "logprobs": [-1, 99, "a"],
         "stream_options": [3, {"include_usage": "a"}], "response_format": [
-            {"type": "poem"}, {}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": 3}},
+            {"type": "poem"}, {"type": "json_object", "schema": {"type": "integer"}}, {}, {"type": "json_schema"},
+            {"type": "json_schema", "json_schema": {"schema": 3}},
             {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}},
         ],
         "structured_outputs": [{}, {"choice": []}, {"choice": [""]}, {"regex": "("}, {"regex": "a" * 10**6},
@@ -304,8 +306,31 @@ def test_what_is_refused_is_named_and_what_asks_for_nothing_is_not(served: tuple
     image = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
     assert "'image_url' is not supported" in ask(image).json()["error"]["message"]
     assert "0.text" in ask([{"type": "text", "text": 3}]).json()["error"]["message"]
-    assert ask("a", modalities=["text"], tool_choice="none", suffix="", tools=[]).status_code == 200
+    nothing: dict[str, Any] = {"tool_choice": "none", "suffix": "", "tools": [], "modalities": ["text"]}
+    assert ask("a", top_logprobs=0, prompt_cache_retention="24h", **nothing).status_code == 200
     assert ask("a", modalities=["text", "audio"]).status_code == 400
+    for path in ("embeddings", "responses", "models"):  # the last one by another method
+        answer = PATIENT.post(f"{served[0]}/v1/{path}", json={"input": "a"})
+        assert f"POST /v1/{path} is not offered here: use POST /v1/chat" in answer.json()["error"]["message"]
+
+
+def test_a_proxy_finds_what_it_needs(served: tuple[str, Engine]) -> None:
+    asked = {"prompt": "a", "max_tokens": 1, "stream": True}
+    stream = PATIENT.post(f"{served[0]}/v1/completions", json=asked, headers={"Content-Encoding": "Identity"})
+    assert stream.headers["x-accel-buffering"] == "no"  # else nginx keeps tokens until its buffer is full
+    assert PATIENT.head(f"{served[0]}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("localhost:8", 200), ("127.0.0.1", 200), ("[::1]:8", 200), ("backend", 200), ("x.svc.cluster.local", 200),
+     ("attacker.example:8", 403), ("localhost.attacker.example", 403), ("7.attacker.example.", 403)],
+)  # fmt: skip
+def test_without_a_key_a_website_that_takes_this_machines_address_is_not_answered(
+    host: str, status: int, served: tuple[str, Engine]
+) -> None:
+    answer = PATIENT.post(f"{served[0]}/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"Host": host})
+    assert answer.status_code == status
 
 
 def test_each_of_a_hundred_malformed_requests_gets_one_clear_line(served: tuple[str, Engine]) -> None:
@@ -419,7 +444,7 @@ def test_what_still_runs_at_the_end_of_draining_is_told_so(directory: Path) -> N
     assert not thread.is_alive()
 
 
-def test_a_server_with_keys_wants_one(directory: Path) -> None:
+def test_a_server_with_keys_wants_one(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(directory, api_keys=("secret", "schlüssel"), blocks=64) as (url, _):
         for headers, status in (
             ({}, 401),
@@ -429,8 +454,12 @@ def test_a_server_with_keys_wants_one(directory: Path) -> None:
             ({"Authorization": "bearer secret"}, 200),
             ({"Authorization": "Bearer schlüssel".encode()}, 200),
         ):
-            assert PATIENT.get(f"{url}/v1/models", headers=headers).status_code == status
+            public = {"Host": "llm.example"} | headers
+            assert PATIENT.get(f"{url}/v1/models", headers=public).status_code == status
         assert PATIENT.get(f"{url}/health").status_code == 200
+        # To older versions of Starlette this is the path that a client names in its Host, "x/health?".
+        monkeypatch.setattr("starlette.requests.HTTPConnection.url", datastructures.URL("http://x/health?/v1/models"))
+        assert PATIENT.get(f"{url}/v1/models").status_code == 401
 
 
 def test_counters_add_up_after_answers_of_all_ends(directory: Path) -> None:

@@ -168,6 +168,19 @@ def test_steps_of_fixed_shapes_answer_as_others(
     assert {shapes[0] for shapes in graphs.found} <= {1, 2, 4, 8, 16, 32} and 1 < len(graphs.found) < 20
 
 
+@pytest.mark.parametrize("speculation", ["ngram", "draft"])
+def test_nothing_is_proposed_beyond_a_context(speculation: str) -> None:
+    """The model's, at whose end earlier text is proposed, or the draft's, which is shorter."""
+    torch.manual_seed(0)
+    whole, short = (Transformer(ModelConfig(layers=1, hidden=16, heads=2, vocab=9, context=n)).eval() for n in (24, 12))
+    served = prepare(whole, ServeConfig(device="cpu"), "whole")
+    prompts = [[1, 2, 3] * 5, [2, 3, 3, 5, 6, 7, *[1] * 14, 2, 3], [5, 6]]
+    wanted = answers(engine(served).generate(prompts, greedy(40)))
+    served.draft = prepare(short, ServeConfig(device="cpu"), "short")
+    assert answers(engine(served, speculation=speculation).generate(prompts, greedy(40))) == wanted
+    assert [len(answer) for answer in wanted] == [9, 2, 22]
+
+
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     llama: tuple[Transformer, list[list[int]], list[list[int]]],
 ) -> None:

@@ -54,7 +54,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(
 
 
 def test_every_verb_says_which_step_it_takes(
-    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path
+    ironlaw_here: Here, tiny_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert ironlaw_here("train", tiny_file(), "--out", "run")[0] == 0
     code, out, _ = ironlaw_here("generate", "run", "--tokens", "2", "--json")
@@ -67,8 +67,11 @@ def test_every_verb_says_which_step_it_takes(
     assert json.loads(out)["step"] == 8 and "step-00000012 is damaged" in json.loads(out)["passed_over"][0]
     code, out, messages = ironlaw_here("export", "run", "again")
     assert code == 0 and "step 8" in out and "step-00000012 is damaged" in messages
+    for name in ("server.serve", "warmup.warm_up"):
+        monkeypatch.setattr(f"ironlaw.serve.{name}", lambda *_: None)
     short = tiny_file(train={"steps": 2})
     for words in (
+        ("serve", "run", "--port", "0"),
         ("compress", "run", "--to", "int8"),
         ("train", short, "--out", "tuned", "--set", "model.from=run"),
         ("distil", short, "--out", "student", "--teacher", "run"),

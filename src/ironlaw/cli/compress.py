@@ -138,7 +138,7 @@ def export(
     ] = "hf",
     dtype: Annotated[
         str | None,
-        Option(help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; a compressed run keeps its own."),
+        Option(help="fp32 (gguf: fp16) unless given, or bf16; of gguf q8_0 or q4_0; of hf a compressed run's own."),
     ] = None,
     average: Annotated[
         bool, Option("--average", help="Export the average of the weights (train.average_decay).")

@@ -51,8 +51,8 @@ def serve(
     from ironlaw.serve.warmup import warm_up
 
     served = load_served(path, asked)
-    if served.note:
-        messages().print(served.note)
+    for message in served.notes:
+        messages().print(message)
     made = Engine(served, asked)
     warm_up(made)
     about = {
@@ -93,7 +93,7 @@ def generate(
 
     config = ServeConfig(batch=1)
     served = load_served(run, config, needs_text=True)
-    for message in (*served.passed_over, *([served.note] if served.note else [])):
+    for message in served.notes:
         messages().print(message)
     text = served.text
     if text is None:

@@ -92,7 +92,7 @@ def _tune_serving(
     from ironlaw.serve.trials import Load, read_prompts, resolve_settings
 
     start = serve_config(set_)
-    base, given = resolve_settings(path, start), start.model_dump(exclude_unset=True)
+    base, given = resolve_settings(path, start, say), start.model_dump(exclude_unset=True)
     if input + tokens > base["context"]:
         raise UserError(
             f"--input {input} and --output {tokens} are {input + tokens} tokens together, and this model takes "

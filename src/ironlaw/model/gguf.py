@@ -50,8 +50,9 @@ def check_gguf(config: ModelConfig) -> str:
     architecture = ARCHITECTURES.get(kind, "")
     biased = config.has_qkv_bias and config.has_out_bias and config.has_ffn_bias
     refuse((
-        (not architecture or config.size_of_rotary != config.size_of_head,
-         f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}: use --to hf"),
+        (not architecture, f"--to gguf writes {', '.join(ARCHITECTURES)}, and this model is {kind}: use --to hf"),
+        (config.size_of_rotary != config.size_of_head,
+         f"llama.cpp's {kind} turns whole heads, here {config.size_of_rotary} of {config.size_of_head}: use --to hf"),
         (config.sliding_window is not None and config.sliding_window < config.context,
          f"llama.cpp's {kind} has no sliding window: set model.context to {config.sliding_window}"),
         (not config.gated_ffn and config.activation != "gelu_tanh",

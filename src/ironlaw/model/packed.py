@@ -180,8 +180,9 @@ def multiplies_all(model: nn.Module, dtype: torch.dtype, compiled: bool) -> bool
 
 
 def _fuses(module: nn.Module) -> bool:
-    """Whether a whole dense network can be fused."""
-    return isinstance(module, FeedForward) and module.activation in _FUSED and isinstance(module.up, Linear)
+    """Whether a dense network can be fused as a whole: none of its layers is quantised."""
+    is_known = isinstance(module, FeedForward) and module.activation in _FUSED
+    return is_known and all(isinstance(layer, Linear) for layer in module.children())
 
 
 class CompiledBlock:

@@ -32,6 +32,8 @@ _COMPRESSED = {
 STORED = (*_COMPRESSED, "nf4")
 # The library that `transformers` reads the format with, and its type of products on a CPU, if that is not fp32.
 LIBRARY = dict.fromkeys(_COMPRESSED, "compressed_tensors") | {"nf4": "bitsandbytes"}
+# Rows have to be multiples of so many numbers: whole blocks, or the codes of a 32-bit word.
+_ROW = {"int4": 32, "int8": 4, "fp8": 1, "mxfp4": 32, "nf4": 64}
 COMPUTES = {"mxfp4": torch.bfloat16, "nf4": torch.bfloat16}
 
 
@@ -51,9 +53,9 @@ def check_stored(config: ModelConfig, held: Mapping[str, Quantized], name: str) 
         )
     if any(entry.stacked or (entry.unstacked and name == "nf4") for entry in there):
         raise UserError(f"experts are one stack there, which {LIBRARY[name]} does not hold: leave --dtype out")
-    wide = next((w for w in held.values() if w.shape[-1] % (64 if name == "nf4" else 32)), None)
-    if wide is not None and name != "fp8":
-        raise UserError(f"rows of {wide.shape[-1]} numbers are no whole blocks of {name}: leave --dtype out")
+    for row in {weight.shape[-1] for weight in held.values()}:
+        if row % _ROW[name]:
+            raise UserError(f"rows of {row} numbers are no multiple of {_ROW[name]}, as in {name}: leave --dtype out")
 
 
 def stored_tensors(

@@ -11,11 +11,13 @@ import asyncio
 import hmac
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -36,7 +38,10 @@ from ironlaw.serve.metrics import Metrics
 from ironlaw.serve.protocol import ChatRequest, CompletionRequest, RequestBody
 from ironlaw.serve.request import OutputPiece, Request, SampledToken
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _OPEN = ("/", "/health")  # accessible without a key
+_PRIVATE_HOST = re.compile(r"(\[.*|[^.]*|.*\.(\d+|localhost|local|internal)\.?)(:\d*)?", re.I)  # in no public DNS
+_NO_BUFFER = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx passes on a stream as it comes
 _JSON = "application/json"
 BODY_SECONDS = 60  # limit for receiving a whole body
 Result = TypeVar("Result")
@@ -114,7 +119,7 @@ class Server:
         # A browser may send text on behalf of another site's page; only JSON requires a preflight request.
         if kind.partition(";")[0].strip().lower() != _JSON:
             raise HTTPException(415, f"content-type {kind[:100]!r} is not read: send {_JSON}")
-        coding = http.headers.get("content-encoding", "identity")
+        coding = http.headers.get("content-encoding", "identity").lower()
         if coding != "identity":
             raise HTTPException(415, f"content-encoding {coding!r} is not read: send the JSON as it is")
         try:
@@ -155,7 +160,7 @@ class Server:
         except Draining as error:
             raise HTTPException(503, str(error), {"Retry-After": "10"}) from None
         if body.stream:
-            return StreamingResponse(self._stream(job, form), media_type="text/event-stream")
+            return StreamingResponse(self._stream(job, form), headers=_NO_BUFFER, media_type="text/event-stream")
         return await self._whole(job, form, http)
 
     def _check_name(self, model: str | None) -> None:
@@ -195,13 +200,13 @@ class Server:
         self._pieces.append((job, OutputPiece(index, text, chosen, request.finish)))
 
     def _length(self, prompt: Sequence[int], asked: int | None) -> int:
-        room = self.engine.longest_prompt + 1 - len(prompt)
+        fit = self.engine.longest_prompt + 1
+        room = fit - len(prompt)
         if asked is None:
             return max(1, min(self.config.max_tokens, room))
-        if room > 0 and asked > room:
+        if 0 < room < asked:
             raise UserError(
-                f"max_tokens = {asked} beside {len(prompt)} of the prompt is more than the {self.engine.longest_prompt}"
-                f" that fit: use {room} or fewer"
+                f"max_tokens = {asked} beside {len(prompt)} of the prompt is more than the {fit} that fit: use {room}"
             )
         return asked
 
@@ -345,14 +350,21 @@ def create_app(engine: Engine) -> FastAPI:
 
     async def check_key(http: HttpRequest) -> None:
         scheme, _, given = http.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        keys = [key.encode() for key in config.api_keys if http.url.path not in _OPEN]
-        if keys and (scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in keys)):
+        keys = [key.encode() for key in config.api_keys]
+        if scheme.lower() != b"bearer" or not any(hmac.compare_digest(given.strip(), key) for key in keys):
             raise HTTPException(401, "a valid API key is needed: Authorization: Bearer KEY")
 
-    app = FastAPI(
-        title="Ironlaw", lifespan=lifespan, dependencies=[Depends(check_key)], docs_url=None, redoc_url=None,
-        openapi_url=None,
-    )  # fmt: skip
+    async def check_host(http: HttpRequest) -> None:
+        """Refuse a public name: a website can make its own name that of this machine, and have browsers send requests
+        (DNS rebinding)."""
+        host = http.headers.get("host", "")
+        if config.host in _LOOPBACK and not _PRIVATE_HOST.fullmatch(host):
+            raise HTTPException(
+                403, f"without a key nothing is answered as {host[:100]!r}: set serve.api_keys, or send Host: localhost"
+            )
+
+    check = [Depends(check_key if config.api_keys else check_host)]
+    app = FastAPI(title="Ironlaw", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.server = server
     for kind in (HTTPException, ValidationError, RequestValidationError, ClientDisconnect, UserError, Exception):
         app.add_exception_handler(kind, _handle_error)
@@ -362,14 +374,19 @@ def create_app(engine: Engine) -> FastAPI:
         ("GET", "/health", server.health), ("GET", "/metrics", server.prometheus), ("GET", "/state", server.state),
         ("GET", "/steps", server.steps), ("POST", "/profile", server.profile), ("GET", "/", server.page),
     ):  # fmt: skip
-        app.add_api_route(path, handler, methods=[method])
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, handler, methods=methods, dependencies=[] if path in _OPEN else check)
     return app
 
 
 async def _handle_error(http: HttpRequest, error: Exception) -> Response:
     """Report an error as one line in OpenAI's format."""
     if isinstance(error, HTTPException):
-        return _error_response(str(error.detail), error.status_code, error.headers)
+        detail = str(error.detail)
+        if detail == HTTPStatus(error.status_code).phrase:  # the router's: no such path, or another method
+            where = f"{http.method} {http.url.path[:100]}"
+            detail = f"{where} is not offered here: use POST /v1/chat/completions or POST /v1/completions"
+        return _error_response(detail, error.status_code, error.headers)
     if isinstance(error, ValidationError | RequestValidationError):
         return _error_response(_format_problems(error.errors()), 400)
     if isinstance(error, ClientDisconnect):

@@ -153,18 +153,15 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="ironlaw-engine", daemon=True)
         self._thread.start()
 
-    def drain(self, seconds: float) -> bool:
-        """Accept nothing new and finish the requests in progress. Returns whether all of them finished in time."""
-        with self._wake:
-            self.is_draining = True
+    def drain(self, seconds: float) -> None:
+        """Accept nothing new, finish the requests in progress, and cancel those that are not finished in time."""
+        self.is_draining = True
         end = time.monotonic() + seconds
         while (self.running or self.waiting) and time.monotonic() < end and not self.failure:
             time.sleep(0.02)
-        done = not (self.running or self.waiting)
         self.stop()
         if self._thread is not None:
             self._thread.join(timeout=10)
-        return done
 
     def stop(self) -> None:
         """Take no further steps. Requests in progress are reported as cancelled."""
@@ -286,8 +283,9 @@ class Engine:
         # Drafted tokens are verified by the model's own logits, which nothing may change or mask.
         is_own = request.state is None and not request.sampling.changes_logits
         drafted = self.proposer.propose(request) if is_own else []
-        # Beyond the original context all tokens are computed again, so a step must not cross its end.
-        return drafted if request.is_long else drafted[: max(0, self._original_context - len(request.tokens))]
+        # There are no positions beyond the context; beyond the original one all tokens are computed again.
+        end = self.context if request.is_long else min(self.context, self._original_context)
+        return drafted[: max(0, end - len(request.tokens))]
 
     def _work(self, request: Request, count: int) -> RunnerWork:
         end = request.computed + count

@@ -49,6 +49,11 @@ class LoadedModel:
     note: str = ""  # on formats that were requested or stored, but have no kernel here
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the model was loaded."""
+        return (*self.passed_over, *filter(None, [self.note]))
+
+    @property
     def autocast(self) -> bool:
         return self.weights == "bf16"
 

@@ -12,8 +12,8 @@ from ironlaw.serve.request import SamplingParams
 
 # Fields that clients often send, and that do not affect the answers of a single server.
 _IGNORED = (
-    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-    "spaces_between_special_tokens",
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "parallel_tool_calls", "spaces_between_special_tokens",
 )  # fmt: skip
 _UNSUPPORTED = (
     "tools", "tool_choice", "functions", "function_call", "audio", "modalities", "suffix", "web_search_options",
@@ -36,6 +36,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # others take a schema here, which would not be followed
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -107,11 +108,11 @@ class RequestBody(BaseModel):
     def grammar(self) -> tuple[str, Any] | None:
         """Return the kind and text of the answer's constraint, as `constrain.compile_grammar` takes them, or None."""
         form, other = self.response_format, self.structured_outputs
-        if form is not None and form.type != "text" and other is not None:
-            raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
-        if form is not None and form.type == "json_object":
-            return "json_schema", {"type": "object"}
-        if form is not None and form.type == "json_schema":
+        if form is not None and form.type != "text":
+            if other is not None:
+                raise UserError("response_format and structured_outputs both give the answer's form: send one of them")
+            if form.type == "json_object":
+                return "json_schema", {"type": "object"}
             if form.json_schema is None:
                 raise UserError("response_format.json_schema is missing: give its schema")
             return "json_schema", form.json_schema.schema_
@@ -203,7 +204,7 @@ class ChatRequest(RequestBody):
 
     @model_validator(mode="after")
     def _tops(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs = true")
         if "messages" in (self.chat_template_kwargs or {}):
             raise ValueError("chat_template_kwargs has no messages: the body has them")

@@ -59,7 +59,12 @@ class DraftModel(Proposer):
         return [-1] * min(self.count, self.runner.config.context - len(request.tokens))
 
     def computed(self, work: Sequence[RunnerWork]) -> None:
-        without = [RunnerWork(w.request, w.tokens, w.start, 0) for w in work if not w.request.drafted]
+        """Compute the same tokens by the small model, as far as its context reaches, and those that it has not yet."""
+        without = [
+            RunnerWork(w.request, w.request.tokens[w.request.drafted_for : end], w.request.drafted_for, 0)
+            for w in work
+            if not w.request.drafted and (end := w.start + len(w.tokens)) <= self.runner.config.context
+        ]
         if without:
             self.runner.run(without)
         for w in without:

@@ -84,9 +84,11 @@ def read_prompts(
     return [prompts[number % len(prompts)] for number in range(count)], True
 
 
-def resolve_settings(path: Path, config: ServeConfig) -> dict[str, Any]:
+def resolve_settings(path: Path, config: ServeConfig, say: Any) -> dict[str, Any]:
     """Return the settings with "auto" resolved for this model and machine, its `vocab`, and the usable `cores`."""
     served = load_served(path, config)
+    for message in served.notes:
+        say(message)
     model = served.model.config
     return config.model_dump() | {
         "weights": served.weights, "kv": served.kv, "threads": served.threads, "cores": usable_cores(),
