@@ -55,7 +55,7 @@ def _record(**types: Any) -> Any:
 def _facts() -> dict[str, Any]:
     """Return the type of each fact that is present, by name."""
     at, text = _record(place=str | None, per_step=Number), str | None
-    more = dict.fromkeys(("of_backward", "optimizer", "rows", "unused"), (Known, None))
+    more = dict.fromkeys(("of_backward", "optimizer", "rows", "unused"), (Number, 0))
     part: Any = _record(part=Number, place=text, lines=(list[str], []), operation=(text, None), **more)
     kernels = _record(fused=Number, native=Number)
     segment: Any = _record(lane=str, label=str, style=str, start=Number, end=Number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
@@ -28,9 +29,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment_with(what: Path, folder: Path) -> Path:
     """`bin` of an environment that sees the dependencies and has Ironlaw from a wheel or a clone."""
-    venv.create(folder, with_pip=True, system_site_packages=True)
+    venv.create(folder, with_pip=True)
     # Of Python 3.11: older than what builds us. The one beside PyTorch is seen when it is gone.
     subprocess.run([folder / "bin" / "pip", "uninstall", "-q", "-y", "setuptools"], check=True)
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     how = ["--no-deps", "--no-index", *([what] if what.is_file() else ["--no-build-isolation", "-e", what])]
     subprocess.run([folder / "bin" / "pip", "install", "-q", "--force-reinstall", *how], check=True)
     return folder / "bin"
