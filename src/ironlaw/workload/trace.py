@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.workload.module_source import install_advice
+from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, described, make_tensors, named_inputs
 from ironlaw.workload.trace_layers import (
     EXTRAPOLATED,
@@ -158,7 +159,9 @@ def _traced(
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise describe_failure(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     own = _unique(parameters.values())
-    trained = [p for p in own if p.requires_grad]
+    trained = _trained(parameters) if training else [p for p in own if p.requires_grad]
+    for parameter in own:
+        parameter.grad = None
     found = ModuleTrace(
         operations=build_operations(recorder),
         name=type(module).__name__,
@@ -180,6 +183,13 @@ def _traced(
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns the tensors, shared ones once."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _trained(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns the parameters that an optimizer updates: those with a gradient, and those of other layers by the same
+    name, which did not run in this step: repeated layers, layers dropped at random, experts without tokens."""
+    reached = {line_name(name) for name, p in parameters.items() if p.grad is not None}
+    return _unique(p for name, p in parameters.items() if p.requires_grad and line_name(name) in reached)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -295,8 +305,6 @@ def _run(
             recorder.phase = Phase.BACKWARD
             _backward(ends)
             recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
-    for parameter in state.values():
-        parameter.grad = None
 
 
 def _backward(ends: list[Tensor]) -> None:

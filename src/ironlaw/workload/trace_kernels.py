@@ -294,6 +294,10 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     name = base_name(func)
     if name.startswith("convolution"):
         return _image_scratch(args, out)
+    if name == "native_batch_norm_backward":  # makes the gradient of a contiguous input twice
+        return args[1].nbytes if out[0] is not None and all(map(_is_dense, args[:2])) else 0
+    if name == "native_group_norm_backward":  # two sums of each channel
+        return 2 * args[1].shape[0] * args[1].shape[1] * args[1].itemsize
     if name == "linalg_matrix_exp":  # a scaled copy, five powers of it and five sums of these, of the largest degree
         return (10 if args[0].dim() > 2 else 12) * out.nbytes
     if name.startswith(LSTM_LAYER):
@@ -309,6 +313,12 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     else:
         return 0
     return sum(t.numel() * shared.itemsize for t in operands if t.dtype != shared)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor is contiguous in PyTorch's order or with the channels last."""
+    orders = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    return any(tensor.is_contiguous(memory_format=order) for order in orders)
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
