@@ -427,6 +427,19 @@ class LastChannels(nn.Conv2d):
         return super().forward(x.to(memory_format=torch.channels_last))
 
 
+class Spectral(nn.Linear):
+    """Frequencies along the tokens, or a `target` of those in two dimensions, which needs no gradient."""
+
+    def __init__(self, target: bool) -> None:
+        super().__init__(64, 64)
+        self.target = target
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        filtered = torch.fft.irfft2(torch.fft.rfft2(y)) if self.target else torch.fft.rfft(y, dim=1).abs()
+        return y + filtered.detach() if self.target else filtered
+
+
 def step_bytes(module: nn.Module, given: Tensor) -> int:
     """The highest moment of a real step, beside weights and inputs, by the profiler's allocations."""
     (module(given) ** 2).sum().backward()  # what is built once
@@ -451,8 +464,10 @@ def step_bytes(module: nn.Module, given: Tensor) -> int:
     (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(64, 64)), (16, 64), 0.001),
     (lambda: nn.Sequential(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32)), (4, 16, 32, 32), 0.001),
     (lambda: nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 256), nn.GroupNorm(8, 256)), (128, 64), 0.001),
+    (lambda: Spectral(target=True), (8, 32, 64), 0.001),
+    (lambda: Spectral(target=False), (8, 32, 64), 0.001),
 ], ids=["conv2d", "conv3d", "strided", "columns", "promoted", "patches", "rows", "wide", "depthwise",
-        "orthogonal", "batch norm", "group norm"])  # fmt: skip
+        "orthogonal", "batch norm", "group norm", "to real", "spectral"])  # fmt: skip
 def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: tuple[int, ...], within: float) -> None:
     module = build()
     dtype = next(module.parameters()).dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -296,6 +297,8 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
         return _image_scratch(args, out)
     if name == "native_batch_norm_backward":  # makes the gradient of a contiguous input twice
         return args[1].nbytes if out[0] is not None and all(map(_is_dense, args[:2])) else 0
+    if name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+        return _fourier_copies(name, *args[:2]) * args[0].nbytes
     if name == "native_group_norm_backward":  # two sums of each channel
         return 2 * args[1].shape[0] * args[1].shape[1] * args[1].itemsize
     if name == "linalg_matrix_exp":  # a scaled copy, five powers of it and five sums of these, of the largest degree
@@ -313,6 +316,15 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     else:
         return 0
     return sum(t.numel() * shared.itemsize for t in operands if t.dtype != shared)
+
+
+def _fourier_copies(name: str, x: Tensor, dims: list[int]) -> int:
+    """Returns how often MKL copies what it transforms, to lay the other dimensions in one; twice if the result is real
+    and several dimensions are transformed, which it does one after the other."""
+    if name == "_fft_c2r" and len(dims) > 1:
+        return 2
+    others = sorted((d for d in range(x.dim()) if d not in dims and x.shape[d] > 1), key=x.stride, reverse=True)
+    return int(any(x.stride(a) != x.stride(b) * x.shape[b] for a, b in pairwise(others)))
 
 
 def _is_dense(tensor: Tensor) -> bool:
