@@ -98,7 +98,7 @@ class TraceMode(FakeTensorMode):
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.without_values((kept,), torch.uint8)
 
-    def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a norm's results as its CPU kernel makes them, where PyTorch's rule for fakes differs.
 
         Of narrow numbers with wide weights, statistics are wide and the gradient of the input is narrow. Images of a
