@@ -458,10 +458,11 @@ def step_bytes(module: nn.Module, given: Tensor) -> int:
     (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(64, 64)), (16, 64), 0.001),
     (lambda: nn.Sequential(nn.Conv2d(16, 32, 1), nn.BatchNorm2d(32)), (4, 16, 32, 32), 0.001),
     (lambda: nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 256), nn.GroupNorm(8, 256)), (128, 64), 0.001),
+    (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 32, 2, 2)), (2, 16, 32, 32), 0.001),
     (lambda: Spectral(target=True), (8, 32, 64), 0.001),
     (lambda: Spectral(target=False), (8, 32, 64), 0.001),
 ], ids=["conv2d", "conv3d", "strided", "columns", "promoted", "patches", "rows", "wide", "depthwise",
-        "orthogonal", "batch norm", "group norm", "to real", "spectral"])  # fmt: skip
+        "orthogonal", "batch norm", "group norm", "downsampling", "to real", "spectral"])  # fmt: skip
 def test_what_a_cpu_s_kernels_take_for_themselves_is_planned(build: Any, shape: tuple[int, ...], within: float) -> None:
     module = build()
     dtype = next(module.parameters()).dtype

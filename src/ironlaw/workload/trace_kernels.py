@@ -359,6 +359,8 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
     # Copies in the layout of x.
     copies = (y.nbytes if _channels_last(y) != channels_last else 0) + (weight.nbytes if channels_last else 0)
     of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
+    if out[0] is not None and max(stride) > 1 and x.dim() == 4 and others[4] == 1 and not (transposed or channels_last):
+        of_input = 2 * x.nbytes - sum(t.nbytes for t in tensors(out[1:]))  # two copies, before other gradients exist
     groups = others[4]
     of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > MAX_DIRECT_WIDTH else read_x + read_y
     results = weight.nbytes + (_weight_in_blocks(weight, groups) if channels_last else 0)
