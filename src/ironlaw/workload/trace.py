@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ironlaw.errors import UserError
 from ironlaw.ledger import Phase
 from ironlaw.workload.module_source import install_advice
+from ironlaw.workload.operations import line_name
 from ironlaw.workload.trace_inputs import Assumed, Inputs, arguments, described, make_tensors, named_inputs
 from ironlaw.workload.trace_layers import (
     EXTRAPOLATED,
@@ -67,7 +68,6 @@ def trace(
     inputs: Inputs,
     *,
     loss: Loss | None = None,
-    training: bool = True,
     precision: Precision = "as is",
     real: bool | None = None,
     repeated: bool = False,
@@ -83,7 +83,7 @@ def trace(
     of layers, one of each kind runs, and its rows are repeated for the others. `cpu`: an LSTM is oneDNN's call, with
     what that keeps; else it is listed step by step. Raises UserError if the module fails.
     """
-    run = partial(_traced, source, loss=loss, training=training, precision=precision, cpu=cpu)
+    run = partial(_traced, source, loss=loss, precision=precision, cpu=cpu)
     if repeated:
         try:
             return _repeated(run, inputs)
@@ -118,7 +118,7 @@ def _repeated(run: Callable[..., tuple[ModuleTrace, Stack | None]], inputs: Inpu
 
 
 def _traced(
-    source: Source, inputs: Inputs, *, loss: Loss | None, training: bool, precision: Precision,
+    source: Source, inputs: Inputs, *, loss: Loss | None, precision: Precision,
     real: bool, cpu: bool, repeated: bool = False, tokens: int | None = None,
 ) -> tuple[ModuleTrace, Stack | None]:  # fmt: skip
     """Traces a step; `repeated`: only the first layer of each kind in a stack. LongLoop for a loop over `tokens`."""
@@ -143,11 +143,11 @@ def _traced(
             where = "its forward pass"
             before = module.training
             with suppress(NotImplementedError):  # modules from `torch.export` have no train mode
-                module.train(training)
+                module.train()
             stack = longest_stack(module) if repeated else None
             try:
                 with run_one_of_each_kind(module, stack) if stack else nullcontext():
-                    _run(module, state, args, kwargs, recorder, loss, training, precision)
+                    _run(module, state, args, kwargs, recorder, loss, precision)
             finally:
                 with suppress(NotImplementedError):
                     module.train(before)
@@ -158,7 +158,9 @@ def _traced(
         where = "its backward pass" if recorder.phase is Phase.BACKWARD else where
         raise describe_failure(error, _name(source), where, recorder.path, real=real, parameter_bytes=size) from error
     own = _unique(parameters.values())
-    trained = [p for p in own if p.requires_grad]
+    trained = _trained(parameters)
+    for parameter in own:
+        parameter.grad = None
     found = ModuleTrace(
         operations=build_operations(recorder),
         name=type(module).__name__,
@@ -180,6 +182,13 @@ def _traced(
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Returns the tensors, shared ones once."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _trained(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """Returns the parameters that an optimizer updates: those with a gradient, and those of other layers by the same
+    name, which did not run in this step: repeated layers, layers dropped at random, experts without tokens."""
+    reached = {line_name(name) for name, p in parameters.items() if p.grad is not None}
+    return _unique(p for name, p in parameters.items() if p.requires_grad and line_name(name) in reached)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -272,13 +281,13 @@ def _place(tensor: Tensor, mode: TraceMode) -> Tensor:
 
 def _run(
     module: nn.Module, state: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any],
-    recorder: Recorder, loss: Loss | None, training: bool, precision: Precision,
+    recorder: Recorder, loss: Loss | None, precision: Precision,
 ) -> None:  # fmt: skip
     """Runs one micro-batch under the recorder."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     # The backward pass is inside too: recomputation calls modules again, which then still need their stand-ins.
     stand_ins = _reparametrize_module(module, dict(state))
-    with recorder.watching(module), torch.set_grad_enabled(training), recorder, stand_ins:
+    with recorder.watching(module), torch.enable_grad(), recorder, stand_ins:
         with recorder.keeping():
             with torch.autocast("cpu", dtype=dtype) if dtype else nullcontext():
                 outputs = module(*args, **kwargs)
@@ -286,24 +295,15 @@ def _run(
             recorder.mark(_tensors(outputs), "output")
             with recorder.scope("loss"):
                 ends = [loss(outputs)] if loss else _floating(outputs)
-                if training and not ends and not _tensors(outputs):
-                    raise UserError(
-                        f"forward returned a {type(outputs).__name__} without tensors: return what is learned"
-                    )
+                if not ends and not _tensors(outputs):
+                    kind = type(outputs).__name__
+                    raise UserError(f"forward returned a {kind} without tensors: return what is learned")
+                if not any(end.requires_grad for end in ends):
+                    raise UserError("nothing in the output needs a gradient: unfreeze parameters")
                 recorder.mark(ends, "output")
-        if training:
-            recorder.phase = Phase.BACKWARD
-            _backward(ends)
-            recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
-    for parameter in state.values():
-        parameter.grad = None
-
-
-def _backward(ends: list[Tensor]) -> None:
-    trained = [end for end in ends if end.requires_grad]
-    if not trained:
-        raise UserError("nothing in the output needs a gradient: unfreeze parameters or plan with training=False")
-    torch.autograd.backward(trained, [torch.ones_like(end) for end in trained])
+        recorder.phase = Phase.BACKWARD
+        torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        recorder.mark([p.grad for p in state.values() if p.grad is not None], "gradient")
 
 
 def _tensors(value: Any, depth: int = 4) -> list[Tensor]:

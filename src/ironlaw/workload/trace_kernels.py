@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -294,6 +295,12 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     name = base_name(func)
     if name.startswith("convolution"):
         return _image_scratch(args, out)
+    if name == "native_batch_norm_backward":  # makes the gradient of a contiguous input twice
+        return args[1].nbytes if out[0] is not None and all(map(_is_dense, args[:2])) else 0
+    if name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+        return _fourier_copies(name, *args[:2]) * args[0].nbytes
+    if name == "native_group_norm_backward":  # two sums of each channel
+        return 2 * args[1].shape[0] * args[1].shape[1] * args[1].itemsize
     if name == "linalg_matrix_exp":  # a scaled copy, five powers of it and five sums of these, of the largest degree
         return (10 if args[0].dim() > 2 else 12) * out.nbytes
     if name.startswith(LSTM_LAYER):
@@ -309,6 +316,21 @@ def scratch_bytes(func: Any, args: tuple[Any, ...], out: Any) -> int:
     else:
         return 0
     return sum(t.numel() * shared.itemsize for t in operands if t.dtype != shared)
+
+
+def _fourier_copies(name: str, x: Tensor, dims: list[int]) -> int:
+    """Returns how often MKL copies what it transforms, to lay the other dimensions in one; twice if the result is real
+    and several dimensions are transformed, which it does one after the other."""
+    if name == "_fft_c2r" and len(dims) > 1:
+        return 2
+    others = sorted((d for d in range(x.dim()) if d not in dims and x.shape[d] > 1), key=x.stride, reverse=True)
+    return int(any(x.stride(a) != x.stride(b) * x.shape[b] for a, b in pairwise(others)))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor is contiguous in PyTorch's order or with the channels last."""
+    orders = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    return any(tensor.is_contiguous(memory_format=order) for order in orders)
 
 
 def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
@@ -337,6 +359,8 @@ def _image_scratch(args: tuple[Any, ...], out: Any) -> int:
     # Copies in the layout of x.
     copies = (y.nbytes if _channels_last(y) != channels_last else 0) + (weight.nbytes if channels_last else 0)
     of_input = 0 if out[0] is None else blocks_y + blocks_x - x.nbytes
+    if out[0] is not None and max(stride) > 1 and x.dim() == 4 and others[4] == 1 and not (transposed or channels_last):
+        of_input = 2 * x.nbytes - sum(t.nbytes for t in tensors(out[1:]))  # two copies, before other gradients exist
     groups = others[4]
     of_weight = _wide_scratch(x, weight, y, groups) if weight.shape[-1] > MAX_DIRECT_WIDTH else read_x + read_y
     results = weight.nbytes + (_weight_in_blocks(weight, groups) if channels_last else 0)

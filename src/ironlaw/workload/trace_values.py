@@ -98,20 +98,28 @@ class TraceMode(FakeTensorMode):
         kept = LstmLayer.of(*args[:2]).workspace if torch.is_grad_enabled() else 0
         return *results, self.without_values((kept,), torch.uint8)
 
-    def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _norm(self, name: str, args: tuple[Any, ...], out: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return a norm's results as its CPU kernel makes them, where PyTorch's rule for fakes differs.
 
         Of narrow numbers with wide weights, statistics are wide and the gradient of the input is narrow. Images of a
-        batch norm keep the input's memory order only if it is one of PyTorch's own, unlike a transposed sequence's.
+        batch norm keep the input's memory order only if it is one of PyTorch's own, unlike a transposed sequence's. An
+        input's gradient that nobody needs is not made.
         """
-        given = args[1 if name.endswith("_backward") else 0]
+        backward = name.endswith("_backward")
+        given = args[1 if backward else 0]
         order = suggest_memory_format(given) if "batch" in name else torch.preserve_format
         wide = reduce(torch.promote_types, (tensor.dtype for tensor in tensors(args)))
         first, *others = out
         with self:
-            if first is not None:
+            if backward and not args[-1][0]:
+                first = None
+            elif first is not None:
                 first = torch.empty_like(first, dtype=given.dtype, memory_format=order)
             return first, *(t.to(wide) if t is not None and t.dtype == given.dtype else t for t in others)
+
+    def _cut(self, tensor: Tensor, numbers: int) -> Tensor:
+        """Return the tensor in a storage of so many numbers, of which its kernel cuts it."""
+        return self.without_values((numbers,), tensor.dtype)[: tensor.numel()].view(tensor.shape)
 
     def forget_values(self, value: Any) -> None:
         for tensor in tensors(value):
@@ -147,7 +155,9 @@ class TraceMode(FakeTensorMode):
         if any(kind in func._opname for kind in _NORMS):
             out = self._norm(func._opname, args, out)
         if func._opname == "_embedding_bag" and out[1].numel():
-            out = (out[0], self.without_values((len(out[1]) + 1,), out[1].dtype)[:-1], *out[2:])  # cut by its kernel
+            out = (out[0], self._cut(out[1], len(out[1]) + 1), *out[2:])
+        if func._opname == "col2im":  # a copy of the columns, of which the image takes the first part
+            out = self._cut(out, max(args[0].numel(), out.numel()))
         if not given:
             return func(*args, **kwargs) if self._small(out) else out
         written = [t for t in _written(func, args, kwargs) if not isinstance(t, FakeTensor)]
