@@ -613,7 +613,7 @@ def test_python_of_pytorch_s_layers_is_not_the_user_s(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_compiled")
 def test_what_is_looked_at_before_a_backward_pass_is_no_loop_of_its_line(tmp_path: Path) -> None:
     """Whether gradients of earlier passes have been cleared is asked for every parameter."""
-    model = Layers(again=False)
+    model = Layers(None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ironlaw.observe(model, optimizer, out=tmp_path / "run", plan=False, profile_steps=2):
         for _ in range(12):

@@ -263,13 +263,18 @@ def test_recomputation_is_timed_with_the_python_between_its_operations_and_plann
 
 def test_scores_of_attention_are_found_in_a_trace_and_the_fused_kernel_timed() -> None:
     class Attention(nn.Module):
-        def forward(self, q: Tensor) -> Tensor:
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = x * self.scale
             scores = q @ q.transpose(-1, -2)
             hidden = torch.ones(64, 64, dtype=torch.bool).triu(1)
             q = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1) @ q
             return torch.softmax(q @ q.transpose(-1, -2), -1) @ q
 
-    document = trace_to_json(trace(Attention(), [Input("q", (2, 4, 64, 16), "float32")], training=False))
+    document = trace_to_json(trace(Attention(), [Input("q", (2, 4, 64, 16), "float32")]))
     products = score_products(document)
     assert products == [[8, 64, 16, 1], [8, 64, 16, 0]]
     assert (

@@ -41,7 +41,7 @@ def document() -> dict[str, Any]:
     return {
         "runs": "/home/somebody/runs.csv", "profile": None, "rows": rows, "overall": entry(3, 0),
         "groups": {"a": entry(2, 0), "b & <c>": entry(1, 0)},
-        "not_planned": [{"id": "x", "group": "a", "reason": "layers is not given"}],
+        "not_planned": [{"id": "x", "group": "a", "reason": "layers is not given"}], "unread_columns": [],
     }  # fmt: skip
 
 
