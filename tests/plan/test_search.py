@@ -38,7 +38,7 @@ def brute_force(cluster, offload=False):
     return sorted(fitting), count
 
 
-@pytest.mark.parametrize("memory_gib", [None, 2.2])
+@pytest.mark.parametrize("memory_gib", [None, pytest.param(2.2, marks=pytest.mark.long)])
 def test_brute_force_one_layout_at_a_time_finds_nothing_better(monkeypatch, memory_gib):
     """Recomputing variants are planned of few layouts only; the best is that of planning all of them."""
     cluster = EIGHT
