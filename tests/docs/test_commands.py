@@ -220,8 +220,12 @@ def test_every_command_for_maintainers_runs(reader: Path, run: Any, start_ironla
     (reader / "corpus").symlink_to((reader / "my_texts").resolve())
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (reader / "talks.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 200)
-    pair = json.dumps({"prompt": "a", "chosen": " b", "rejected": " c"}) + "\n"
-    (reader / "pairs.jsonl").write_text(pair * 200)
+    pairs = [json.dumps({"prompt": f"a {number}", "chosen": " b", "rejected": " c"}) for number in range(200)]
+    (reader / "pairs.jsonl").write_text("\n".join(pairs))
+    (reader / "my_package").mkdir()
+    layers = "nn.Conv2d(3, 8, 16, 16), nn.Flatten(), nn.Linear(8 * 14 * 14, 10)"
+    module = f"from torch import nn\n\n\ndef build():\n    return nn.Sequential({layers})\n"
+    (reader / "my_package" / "models.py").write_text(module)
     (reader / "served.csv").write_text(SERVED)
     begin_with(run, "ironlaw export runs/gpt2 ./mine-hf --to hf")
     (reader / "mine-hf" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
